@@ -1,0 +1,1 @@
+"""The rollout side of clawpipe: serving proxy, sandboxes, harnesses, tasks, verifiers, engines."""

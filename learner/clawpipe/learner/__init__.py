@@ -1,0 +1,1 @@
+"""The training side of clawpipe: everything with torch."""

@@ -1,0 +1,1 @@
+"""What every part of clawpipe shares, and the data path from records to training batches."""

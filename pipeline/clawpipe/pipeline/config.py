@@ -1,0 +1,396 @@
+"""The configuration: one TOML file, one frozen Struct per table, resolved once by `load`.
+
+Nothing below the process entry points receives the whole `Config`; each part is given its table.
+Relative paths are relative to the folder of the configuration file; `~` is the user's home.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from clawpipe.pipeline.errors import ConfigError
+
+Positive = Annotated[int, Meta(ge=1)]
+NonNegative = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+
+
+class _Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Every table of the file: frozen, keyword only, unknown keys refused."""
+
+
+class RunConfig(_Table, frozen=True, kw_only=True):
+    """[run]"""
+
+    name: str = "run"
+    updates: Positive = 100
+    seed: int = 0
+    dir: str = "runs"  # the run folder is <dir>/<name>; --run-dir overrides it
+    drain_timeout_s: Seconds = 60.0
+
+
+class TinyModelConfig(_Table, frozen=True, kw_only=True):
+    """[model.tiny]: a Qwen3-MoE built on this machine on first use, with its own tokenizer, and cached.
+
+    Hidden sizes are multiples of 32 (vLLM's CPU kernel for experts).
+    """
+
+    vocab_size: Positive = 1024
+    hidden_size: Positive = 64
+    num_layers: Positive = 2
+    num_heads: Positive = 4
+    num_kv_heads: Positive = 4
+    head_dim: Positive = 32
+    num_experts: Positive = 4
+    experts_per_token: Positive = 2
+    expert_size: Positive = 64
+    initializer_range: Annotated[float, Meta(gt=0)] = 0.05
+    seed: int = 0
+
+
+class ColdStartConfig(_Table, frozen=True, kw_only=True):
+    """[model.coldstart]: supervised training on scripted demonstrations before the first rollout.
+
+    Stage 1 trains on clean demonstrations until the model gives held-out ones the mean probability
+    `gate_probability`; stage 2 trains `flawed_steps` more with `flawed_fraction` of flawed ones, which leaves
+    something for reinforcement learning to do.
+    """
+
+    batch_size: Positive = 16
+    max_steps: Positive = 400
+    check_every_steps: Positive = 5
+    gate_probability: Fraction = 0.5
+    flawed_steps: NonNegative = 100
+    flawed_fraction: Fraction = 0.7
+    muon_lr: Annotated[float, Meta(gt=0)] = 0.02
+    adamw_lr: Annotated[float, Meta(gt=0)] = 0.01
+    warmup_steps: NonNegative = 20
+
+
+class ModelConfig(_Table, frozen=True, kw_only=True):
+    """[model]: exactly one of `path` (a Hugging Face folder) and [model.tiny]."""
+
+    name: str = "policy"  # what harnesses send as the model's name
+    path: str = ""
+    tiny: TinyModelConfig | None = None
+    coldstart: ColdStartConfig | None = None
+    context_tokens: Positive = 65536
+    tool_parser: str = "hermes"  # vLLM's name
+    reasoning_parser: str = ""  # vLLM's name; empty: the model does not reason in marked blocks
+
+    def __post_init__(self) -> None:
+        if bool(self.path) == (self.tiny is not None):
+            raise ValueError("set exactly one of `path` and [model.tiny]")
+        if self.coldstart is not None and self.tiny is None:
+            raise ValueError("[model.coldstart] needs [model.tiny]")
+
+
+class NatsConfig(_Table, frozen=True, kw_only=True):
+    """[nats]: an embedded server, or the `url` of yours."""
+
+    url: str = ""
+    port: Port = 0  # of the embedded server; 0: a free one
+    prefix: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]+$")] = "clawpipe"  # of all streams and subjects
+    max_store_bytes: Positive = 4 * 1024**3
+    connect_timeout_s: Seconds = 10.0
+
+
+class EnginesConfig(_Table, frozen=True, kw_only=True):
+    """[engines]: the embedded vLLM engines, or the `urls` of yours."""
+
+    urls: tuple[str, ...] = ()
+    count: Positive = 1
+    port: Port = 0  # of the first embedded engine; 0: free ones
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    eager: bool = False
+    max_num_seqs: Positive = 64
+    kv_cache_gib: Positive = 1
+    threads: Positive = 1
+    start_timeout_s: Seconds = 600.0
+    health_interval_s: Seconds = 5.0
+    max_restarts: NonNegative = 5
+    extra_args: tuple[str, ...] = ()
+
+
+class ProxyConfig(_Table, frozen=True, kw_only=True):
+    """[proxy]. Sampling is part of the policy: it comes from here, never from the harness."""
+
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    max_completion_tokens: Positive = 8192
+    keepalive_s: Seconds = 5.0
+    retry_window_s: Annotated[float, Meta(ge=0)] = 10.0
+    settle_timeout_s: Seconds = 30.0
+    engine_wait_s: Seconds = 600.0  # how long a call waits for an engine that restarts
+    publish_timeout_s: Seconds = 30.0
+
+
+class SandboxConfig(_Table, frozen=True, kw_only=True):
+    """[sandbox]"""
+
+    backend: Literal["bubblewrap"] = "bubblewrap"
+    rootfs: str = ""  # empty: prepared from this machine's programs, cached
+    slots: Positive = 32  # rollouts at the same time on this host
+    wall_clock_s: Seconds = 600.0
+    memory_bytes: Positive = 512 * 1024**2
+    cpus: Annotated[float, Meta(gt=0)] = 1.0
+    max_processes: Positive = 128
+    workspace_bytes: Positive = 64 * 1024**2
+    workspace_files: Positive = 20_000
+    max_output_bytes: Positive = 4 * 1024**2
+    collect_max_files: Positive = 5_000
+    collect_max_bytes: Positive = 64 * 1024**2
+    first_uid: Positive = 200_000
+
+
+class AgentLoopConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="agentloop"):
+    """[[harness]] kind = "agentloop": the white-box tool loop that comes with clawpipe."""
+
+    name: str = "agentloop"
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    port: Port = 8080  # inside the sandbox
+    system: str = "You work on files. Call one tool per turn."
+    max_turns: Positive = 20
+    max_tokens: Positive = 1024  # per turn
+
+
+HarnessConfig = AgentLoopConfig
+
+
+class FilingTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="filing"):
+    """[[tasks]] kind = "filing": the generated small task family of the quickstart."""
+
+    name: str = "filing"
+    count: Positive = 2000
+    seed: int = 0
+    folders: Positive = 4
+    stems: Positive = 14
+    rows: Positive = 3
+
+
+class ClawGymTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="clawgym"):
+    """[[tasks]] kind = "clawgym": rows {prompt, hook_code, input_files, ...} of a JSONL file."""
+
+    path: str
+    name: str = "clawgym"
+    limit: NonNegative = 0  # 0: all
+    ids: tuple[str, ...] = ()  # empty: all
+
+
+TasksConfig = FilingTasksConfig | ClawGymTasksConfig
+
+
+class VerifyConfig(_Table, frozen=True, kw_only=True):
+    """[verify]: the grader's sandbox."""
+
+    timeout_s: Seconds = 60.0
+    memory_bytes: Positive = 512 * 1024**2
+    max_processes: Positive = 64
+
+
+class ScheduleConfig(_Table, frozen=True, kw_only=True):
+    """[schedule]: `groups_per_step` groups of `group_size` rollouts make one batch."""
+
+    groups_per_step: Positive = 8
+    group_size: Positive = 8
+    max_staleness: NonNegative = 4
+    refill: bool = True  # a rollout lost to infrastructure is run again
+
+
+class ReplayConfig(_Table, frozen=True, kw_only=True):
+    """[replay]: the bounded queue between assembler and learner."""
+
+    capacity_tokens: Positive = 50_000_000
+    capacity_rollouts: Positive = 100_000
+    close_timeout_s: Seconds = 120.0  # how long a manifest waits for its calls
+    leaf_cap: Positive = 16
+
+
+class ParallelConfig(_Table, frozen=True, kw_only=True):
+    """[learner.parallel]: Megatron-Core's sizes; processes = tensor x pipeline x data, expert divides data."""
+
+    processes: Positive = 1
+    tensor: Positive = 1
+    expert: Positive = 1
+    expert_tensor: Positive = 1
+    pipeline: Positive = 1
+
+    def __post_init__(self) -> None:
+        if self.processes % (self.tensor * self.pipeline):
+            raise ValueError(
+                f"processes = {self.processes} is not a multiple of tensor x pipeline = "
+                f"{self.tensor * self.pipeline}; change one of them"
+            )
+        if self.tensor > 1 and self.expert == 1 and self.expert_tensor != self.tensor:
+            raise ValueError(
+                "tensor > 1 with expert = 1 gives wrong expert gradients unless expert_tensor = tensor; set it so"
+            )
+        if self.expert > 1 and self.expert_tensor != 1:
+            raise ValueError("expert > 1 needs expert_tensor = 1")
+
+
+class LearnerConfig(_Table, frozen=True, kw_only=True):
+    """[learner]"""
+
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    threads: Positive = 1
+    lr: Annotated[float, Meta(gt=0)] = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    clip_grad: Annotated[float, Meta(gt=0)] = 1.0
+    pack_tokens: Positive = 8192  # token budget of one forest
+    minibatches: Positive = 1  # optimizer steps per batch
+    max_restarts: NonNegative = 5
+    parallel: ParallelConfig = ParallelConfig()
+
+
+class AlgorithmConfig(_Table, frozen=True, kw_only=True):
+    """[algorithm]: GRPO (design, section 5)."""
+
+    kind: Literal["grpo"] = "grpo"
+    eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    eps_high: Annotated[float, Meta(gt=0)] = 0.28
+    advantage_eps: Annotated[float, Meta(gt=0)] = 1e-4
+    aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
+
+
+class CorrectionConfig(_Table, frozen=True, kw_only=True):
+    """[correction]: w = stop_grad(min(rho, c(s))), c(s) = 1 + (cap - 1) * decay**s."""
+
+    kind: Literal["truncated", "none"] = "truncated"
+    cap: Annotated[float, Meta(ge=1)] = 2.0
+    decay: Annotated[float, Meta(gt=0, le=1)] = 1.0
+
+
+class PushConfig(_Table, frozen=True, kw_only=True):
+    """[push]: weights into the running engines."""
+
+    dir: str = "/dev/shm"
+    every_updates: Positive = 1
+    clear_cache: bool = True  # running requests get their KV recomputed under the new weights
+    timeout_s: Seconds = 120.0
+
+
+class CheckpointConfig(_Table, frozen=True, kw_only=True):
+    """[checkpoint]"""
+
+    every_updates: Positive = 10
+    keep_last: Positive = 2
+
+
+class ObserveConfig(_Table, frozen=True, kw_only=True):
+    """[observe]"""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    status_interval_s: Seconds = 1.0
+
+
+class Config(_Table, frozen=True, kw_only=True):
+    """The whole file."""
+
+    model: ModelConfig
+    harness: tuple[HarnessConfig, ...]
+    tasks: tuple[TasksConfig, ...]
+    run: RunConfig = RunConfig()
+    nats: NatsConfig = NatsConfig()
+    engines: EnginesConfig = EnginesConfig()
+    proxy: ProxyConfig = ProxyConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    verify: VerifyConfig = VerifyConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    replay: ReplayConfig = ReplayConfig()
+    learner: LearnerConfig = LearnerConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    correction: CorrectionConfig = CorrectionConfig()
+    push: PushConfig = PushConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    observe: ObserveConfig = ObserveConfig()
+
+    def __post_init__(self) -> None:
+        for table, items in (("harness", self.harness), ("tasks", self.tasks)):
+            if not items:
+                raise ValueError(f"[[{table}]] is missing; add at least one")
+            names = [item.name for item in items]
+            if len(set(names)) < len(names):
+                raise ValueError(f"two [[{table}]] entries share a name; give each its own `name`")
+        if self.engines.urls and self.engines.count != 1:
+            raise ValueError("[engines] count is for embedded engines; leave it out with `urls`")
+
+
+def load(path: Path, overrides: dict[str, Any] | None = None) -> Config:
+    """Reads, checks and resolves the file.
+
+    `overrides` maps dotted keys ("run.updates") to values that replace the file's. Raises ConfigError with
+    file, key and what to do.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as err:
+        raise ConfigError(f"{path}: cannot be read ({err.strerror}); check the path") from err
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{path}: not valid TOML: {err}") from err
+    for key, value in (overrides or {}).items():
+        _set(data, key, value)
+    try:
+        config = msgspec.convert(data, Config)
+    except msgspec.ValidationError as err:
+        raise ConfigError(f"{path}: {_explain(str(err), data)}") from err
+    return _resolve(config, path.resolve().parent)
+
+
+def dump(config: Config) -> bytes:
+    """The resolved configuration as JSON, as it is stored with the run."""
+    return msgspec.json.format(msgspec.json.encode(config))
+
+
+def restore(path: Path) -> Config:
+    """A configuration that `dump` wrote. Raises ConfigError."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Config)
+    except (OSError, msgspec.MsgspecError) as err:
+        raise ConfigError(f"{path}: not a stored configuration ({err}); start the run anew") from err
+
+
+def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
+    *tables, key = dotted.split(".")
+    for table in tables:
+        data = data.setdefault(table, {})
+    data[key] = value
+
+
+def _explain(message: str, data: dict[str, Any]) -> str:
+    """msgspec's message with the key's path as a TOML user writes it, and what would be accepted."""
+    text, _, where = message.partition(" - at `")
+    table = where.rstrip("`").removeprefix("$").lstrip(".") or "the top level"
+    unknown = re.search(r"unknown field `([^`]*)`", text)
+    if unknown:
+        return f"unknown key `{unknown[1]}` in {table}; remove it or correct its spelling"
+    missing = re.search(r"missing required field `([^`]*)`", text)
+    if missing:
+        return f"key `{missing[1]}` is missing in {table}; add it"
+    return f"{table}: {text[:1].lower()}{text[1:]}"
+
+
+def _resolve(config: Config, base: Path) -> Config:
+    def absolute(path: str) -> str:
+        return str((base / Path(path).expanduser()).resolve()) if path else path
+
+    replace = msgspec.structs.replace
+    tasks = tuple(
+        replace(source, path=absolute(source.path)) if isinstance(source, ClawGymTasksConfig) else source
+        for source in config.tasks
+    )
+    return replace(
+        config,
+        model=replace(config.model, path=absolute(config.model.path)),
+        sandbox=replace(config.sandbox, rootfs=absolute(config.sandbox.rootfs)),
+        tasks=tasks,
+    )
