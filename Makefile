@@ -1,0 +1,38 @@
+# Two commands on a fresh machine: `make up` trains the quickstart, `make test` runs the tests. Both set up first.
+
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+ROOMS := pipeline actors learner tests benchmarks tools
+
+.PHONY: setup up test test-deep check format bench clean
+
+setup: .setup/done
+
+.setup/done: pyproject.toml tools/setup.py
+	$(PYTHON) tools/setup.py
+
+up: setup
+	$(BIN)/clawpipe up configs/quickstart.toml $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+test-deep: setup
+	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+check: setup
+	$(BIN)/ruff check $(ROOMS)
+	$(BIN)/ruff format --check $(ROOMS)
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff check --fix $(ROOMS)
+	$(BIN)/ruff format $(ROOMS)
+
+bench: setup
+	$(BIN)/python benchmarks/quickstart.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) .setup

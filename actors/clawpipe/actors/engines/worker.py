@@ -1,0 +1,89 @@
+"""Inside vLLM's worker: loads a version of the weights from a safetensors file in shared memory.
+
+The last station of a push: `transfer.py` has the engine paused and calls start, update and finish over HTTP; vLLM
+hands these calls to this class in each worker. Works on any device: the tensors are read as they lie in the file
+and the model's own loaders shard, pack and move them.
+
+vLLM 0.32 lays out the experts of a mixture-of-experts layer for its CPU kernel only when the layer has no kernel
+yet. A reload into a layer that has one leaves the file's layout in the kernel's buffers: every later answer is
+wrong, and nothing says so. `start_weight_update` therefore takes the kernels away first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+
+@dataclass
+class InitInfo(WeightTransferInitInfo):
+    """`keep_expert_kernels`: leave vLLM's fault in place, so that a test can show that it is there."""
+
+    keep_expert_kernels: bool = False
+
+
+@dataclass
+class UpdateInfo(WeightTransferUpdateInfo):
+    """`path`: a safetensors file with the Hugging Face names of all parameters."""
+
+    path: str
+
+
+class SharedMemoryWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
+    """vLLM's side of a push. The whole file is one update: start, update, finish."""
+
+    init_info_cls = InitInfo
+    update_info_cls = UpdateInfo
+    keep_expert_kernels = False
+
+    def init_transfer_engine(self, init_info: InitInfo) -> None:
+        """There is nothing to meet: a file needs no rendezvous."""
+        self.keep_expert_kernels = init_info.keep_expert_kernels
+
+    def start_weight_update(self) -> None:
+        """Makes the model's layers ready to be loaded again."""
+        if self.device.type == "cpu" and not self.keep_expert_kernels:
+            drop_expert_kernels(self.model)
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads the file named by {"path": ...}. Raises when it is missing, or no safetensors."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: UpdateInfo) -> None:
+        """Streams the file's tensors through the model's own loaders."""
+        self.model.load_weights(read_tensors(update_info.path))
+
+    def finish_weight_update(self) -> None:
+        """Puts the loaded layers in place; the kernels' buffers keep their addresses."""
+        finalize_layerwise_reload(self.model, self.model_config)
+
+    def shutdown(self) -> None:
+        """Holds nothing between updates."""
+
+
+def drop_expert_kernels(model: torch.nn.Module) -> None:
+    """Lets every expert layer go through its first-load path again, which packs the weights."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every entry of the file, mapped into memory, not copied."""
+    with safe_open(path, "pt") as file:
+        for name in file.keys():  # noqa: SIM118 - safe_open is no dict and cannot be iterated
+            yield name, file.get_tensor(name)

@@ -1,0 +1,112 @@
+"""How far the data is from the policy that learns from it: per harness, per staleness bucket, and in all.
+
+With rho_t = pi_old / mu and w_t the weight used: k1 = mean -log rho (also the mean of log mu - log pi_old),
+k3 = mean of rho - 1 - log rho (Schulman 2020, an estimate of KL(mu || pi_old) that is never negative),
+ESS = (sum w)^2 / (n sum w^2). Staleness 0 shows the mismatch between engine and learner alone.
+
+Sums are kept on the device in float64 and read once per update.
+
+Shapes: G groups of entries (all, each harness, each staleness bucket), E loss entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from clawpipe.pipeline.forest import RolloutRow
+
+_BUCKETS: Final = ((0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (5, "5-8"), (9, "9+"))
+_SUMS: Final = ("n", "staleness", "k1", "k3", "w", "w2", "capped", "clipped", "surprise", "rho")
+_MAXIMA: Final = ("weight", "staleness")
+
+
+class Diagnostics:
+    """Collects the entries of one update, forest by forest."""
+
+    def __init__(self, rollouts: Sequence[RolloutRow], device: torch.device) -> None:
+        harnesses = sorted({row.harness for row in rollouts})
+        self._names = [
+            "",
+            *(f"harness/{name}/" for name in harnesses),
+            *(f"staleness/{name}/" for _, name in _BUCKETS),
+        ]
+        self._first_bucket = 1 + len(harnesses)
+        self._harness_R = torch.tensor([1 + harnesses.index(row.harness) for row in rollouts], device=device)
+        self._bounds = torch.tensor([bound for bound, _ in _BUCKETS][1:], device=device)
+        shape = (len(self._names), len(_SUMS))
+        self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._maxima = torch.zeros(shape[0], len(_MAXIMA), dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(
+        self,
+        *,
+        rollout_E: Tensor,
+        staleness_E: Tensor,
+        log_rho_E: Tensor,
+        old_E: Tensor,
+        weight_E: Tensor,
+        capped_E: Tensor,
+        clipped_E: Tensor,
+    ) -> None:
+        """Takes the entries of one forest that are in the loss."""
+        log_rho_E, weight_E = log_rho_E.double(), weight_E.double()
+        rho_E = log_rho_E.exp()
+        columns = {
+            "n": torch.ones_like(rho_E),
+            "staleness": staleness_E,
+            "k1": -log_rho_E,
+            "k3": rho_E - 1 - log_rho_E,
+            "w": weight_E,
+            "w2": weight_E.square(),
+            "capped": capped_E,
+            "clipped": clipped_E,
+            "surprise": -rho_E * old_E.double(),
+            "rho": rho_E,
+        }
+        values_EK = torch.stack([columns[name].double() for name in _SUMS], 1)
+        maxima_EM = torch.stack([weight_E, staleness_E.double()], 1)
+        bucket_E = self._first_bucket + torch.bucketize(staleness_E, self._bounds, right=True)
+        for group_E in (torch.zeros_like(rollout_E), self._harness_R[rollout_E], bucket_E):
+            self._sums.index_add_(0, group_E, values_EK)
+            self._maxima.index_reduce_(0, group_E, maxima_EM, "amax")
+
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
+        """Joins the ranks of a data-parallel group; a collective call."""
+        if group is not None and dist.get_world_size(group) > 1:
+            dist.all_reduce(self._sums, group=group)
+            dist.all_reduce(self._maxima, op=dist.ReduceOp.MAX, group=group)
+
+    def metrics(self) -> dict[str, float]:
+        """One number per group and diagnostic; groups without entries are left out."""
+        rows = zip(self._names, self._sums.tolist(), self._maxima.tolist(), strict=True)
+        found: dict[str, float] = {}
+        for name, sums, maxima in rows:
+            values = _metrics(dict(zip(_SUMS, sums, strict=True)), dict(zip(_MAXIMA, maxima, strict=True)))
+            found |= {f"{name}{key}": value for key, value in values.items()}
+        return found
+
+
+def _metrics(total: dict[str, float], most: dict[str, float]) -> dict[str, float]:
+    n = total["n"]
+    if n == 0:
+        return {}
+    return {
+        "num_entries": n,
+        "staleness_mean": total["staleness"] / n,
+        "staleness_max": most["staleness"],
+        "k1": total["k1"] / n,
+        "k3": total["k3"] / n,
+        "ess": total["w"] ** 2 / (n * total["w2"]) if total["w2"] else 0.0,
+        "cap_fraction": total["capped"] / n,
+        "weight_mean": total["w"] / n,
+        "weight_max": most["weight"],
+        "clip_fraction": total["clipped"] / n,
+        # Entropy of pi_old at the sampled places: rho re-weights what mu sampled (self-normalised).
+        "entropy": total["surprise"] / total["rho"],
+    }

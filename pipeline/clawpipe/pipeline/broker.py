@@ -1,0 +1,495 @@
+"""The only module that speaks NATS: streams, the work queue, the control bucket, the learner's conversation.
+
+Streams (prefix P): P-REQUESTS, a work queue of RolloutRequest; P-RECORDS, one ordered stream of CallRecord
+and RolloutManifest, the truth about a run; P-WEIGHTS, weight versions and the engines' reports of them. The
+bucket P-CONTROL holds one EngineState per engine and the drain mark. The learner asks by request and reply.
+
+Everything here is asyncio (nats-py is). A lost connection is waited for: publishing retries within its
+timeout, readers go on at the sequence they had reached.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import anyio
+import msgspec
+import nats
+import nats.errors
+import nats.js.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    DiscardPolicy,
+    KeyValueConfig,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+
+from clawpipe.pipeline.errors import BrokerError
+from clawpipe.pipeline.records import (
+    CallRecord,
+    EngineState,
+    LearnerMessage,
+    LearnerReply,
+    PushReport,
+    RolloutManifest,
+    RolloutRequest,
+    WeightVersion,
+    encode,
+)
+
+T = TypeVar("T")
+
+ACK_WAIT_S = 30.0
+FETCH_WAIT_S = 2.0
+POLL_S = 0.2
+RETRY_S = 0.2
+RECORDS_PER_FETCH = 256
+
+_LOST = (
+    nats.errors.ConnectionClosedError,
+    nats.errors.NoServersError,
+    nats.errors.StaleConnectionError,
+    nats.errors.NoRespondersError,
+    nats.errors.TimeoutError,
+    nats.errors.OutboundBufferLimitError,
+    nats.js.errors.ServiceUnavailableError,
+    nats.js.errors.NoStreamResponseError,
+    OSError,
+)
+
+_decode_call = msgspec.msgpack.Decoder(CallRecord).decode
+_decode_manifest = msgspec.msgpack.Decoder(RolloutManifest).decode
+_decode_request = msgspec.msgpack.Decoder(RolloutRequest).decode
+_decode_weights = msgspec.msgpack.Decoder(WeightVersion).decode
+_decode_push = msgspec.msgpack.Decoder(PushReport).decode
+_decode_engine = msgspec.msgpack.Decoder(EngineState).decode
+_decode_message = msgspec.msgpack.Decoder(LearnerMessage).decode
+_decode_reply = msgspec.msgpack.Decoder(LearnerReply).decode
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """A request taken from the work queue. It comes again unless it is acknowledged or kept in progress."""
+
+    request: RolloutRequest
+    attempt: int  # deliveries of this request so far, this one included
+    _msg: Msg
+
+    async def ack(self) -> None:
+        """The rollout is over and its manifest stored: never deliver it again."""
+        await self._msg.ack_sync(timeout=ACK_WAIT_S)
+
+    async def nak(self) -> None:
+        """Hand it back: somebody else runs it."""
+        await self._msg.nak()
+
+    async def in_progress(self) -> None:
+        """Still at it: restart the redelivery clock (ACK_WAIT_S)."""
+        await self._msg.in_progress()
+
+
+class Broker:
+    """One connection to NATS. Make it with `Broker.connect`; call `setup` once per run before anything else."""
+
+    def __init__(self, client: Client, prefix: str) -> None:
+        self._client = client
+        self._js: JetStreamContext = client.jetstream(timeout=10.0)
+        self._prefix = prefix
+        self._requests = f"{prefix}-REQUESTS"
+        self._records = f"{prefix}-RECORDS"
+        self._weights = f"{prefix}-WEIGHTS"
+        self._control = f"{prefix}-CONTROL"
+
+    @classmethod
+    @asynccontextmanager
+    async def connect(
+        cls, url: str, token: str = "", *, prefix: str = "clawpipe", timeout_s: float = 10.0
+    ) -> AsyncIterator[Broker]:
+        """Connects, and closes at the end. BrokerError when no server answers within `timeout_s`."""
+
+        async def quiet(_: Exception) -> None:
+            """Errors reach the caller of the operation; nats-py's own printing would only repeat them."""
+
+        client = Client()
+        try:
+            with anyio.fail_after(timeout_s):
+                await client.connect(
+                    url,
+                    token=token or None,
+                    error_cb=quiet,
+                    connect_timeout=int(max(1, timeout_s)),
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=1,
+                    allow_reconnect=True,
+                    max_outstanding_pings=20,
+                    pending_size=64 * 1024 * 1024,
+                )
+        except (TimeoutError, OSError, nats.errors.Error) as err:
+            raise BrokerError(
+                f"NATS at {url}: no connection ({err or 'timed out'}); check [nats] url and that the server runs"
+            ) from err
+        try:
+            yield cls(client, prefix)
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(5):
+                await client.close()
+
+    async def setup(self, max_store_bytes: int) -> None:
+        """Creates the streams and the bucket, or finds them as an earlier start left them."""
+        p = self._prefix
+        limits: dict[str, Any] = {
+            "storage": StorageType.FILE,
+            "discard": DiscardPolicy.NEW,
+            "num_replicas": 1,
+        }
+        for config in (
+            StreamConfig(
+                name=self._requests,
+                subjects=[f"{p}.requests"],
+                retention=RetentionPolicy.WORK_QUEUE,
+                max_bytes=max_store_bytes // 8,
+                duplicate_window=120,
+                **limits,
+            ),
+            StreamConfig(
+                name=self._records,
+                subjects=[f"{p}.records.>"],
+                max_bytes=max_store_bytes,
+                duplicate_window=120,
+                **limits,
+            ),
+            StreamConfig(
+                name=self._weights,
+                subjects=[f"{p}.weights.>"],
+                max_bytes=max_store_bytes // 8,
+                **limits,
+            ),
+        ):
+            await self._create(config)
+        await self._js.create_key_value(KeyValueConfig(bucket=self._control, history=1))
+        await self._js.add_consumer(
+            self._requests,
+            ConsumerConfig(
+                durable_name="runners",
+                ack_policy=AckPolicy.EXPLICIT,
+                ack_wait=ACK_WAIT_S,
+                max_ack_pending=-1,
+            ),
+        )
+
+    async def _create(self, config: StreamConfig) -> None:
+        try:
+            await self._js.add_stream(config)
+        except nats.js.errors.BadRequestError as err:
+            raise BrokerError(
+                f"NATS: stream {config.name} exists with other settings ({err.description}); "
+                "use another [nats] prefix, or delete the stream"
+            ) from err
+
+    # Work queue ------------------------------------------------------------------------------------------
+
+    async def publish_request(self, request: RolloutRequest) -> None:
+        """Puts a rollout onto the work queue; the same rollout twice within two minutes is stored once."""
+        await self._publish(f"{self._prefix}.requests", encode(request), request.rollout_id)
+
+    async def pull_request(self, timeout_s: float = FETCH_WAIT_S) -> Delivery | None:
+        """Takes the next request, or None when there is none within `timeout_s`."""
+        try:
+            sub = await self._js.pull_subscribe_bind("runners", stream=self._requests)
+            try:
+                [msg] = await sub.fetch(1, timeout=timeout_s)
+            finally:
+                await sub.unsubscribe()
+        except _LOST:
+            await anyio.sleep(RETRY_S)
+            return None
+        return Delivery(_decode_request(msg.data), int(msg.metadata.num_delivered or 1), msg)
+
+    async def purge_requests(self) -> int:
+        """Removes the requests that nobody has taken; those taken may no longer be redelivered either."""
+        before = (await self._js.stream_info(self._requests)).state.messages
+        await self._js.purge_stream(self._requests)
+        return before
+
+    async def pending_requests(self) -> tuple[RolloutRequest, ...]:
+        """The requests that are not acknowledged yet, taken or not, oldest first."""
+        state = (await self._js.stream_info(self._requests)).state
+        found: list[RolloutRequest] = []
+        sequence = state.first_seq
+        while state.messages and sequence <= state.last_seq:
+            try:
+                raw = await self._js.get_msg(self._requests, sequence, next=True, subject=f"{self._prefix}.requests")
+            except nats.js.errors.NotFoundError:
+                break
+            found.append(_decode_request(raw.data or b""))
+            sequence = (raw.seq or sequence) + 1
+        return tuple(found)
+
+    # Records ---------------------------------------------------------------------------------------------
+
+    async def publish_call(self, record: CallRecord, timeout_s: float = 30.0) -> None:
+        """Stores a call. Returns when JetStream has it; BrokerError after `timeout_s` of trying."""
+        subject = f"{self._prefix}.records.call.{record.rollout_id}"
+        await self._publish(subject, encode(record), record.call_id, timeout_s)
+
+    async def publish_manifest(self, manifest: RolloutManifest, timeout_s: float = 30.0) -> None:
+        """Stores a manifest, as `publish_call` does a call."""
+        subject = f"{self._prefix}.records.manifest.{manifest.rollout_id}"
+        message_id = f"{manifest.rollout_id}.a{manifest.attempt}.manifest"
+        await self._publish(subject, encode(manifest), message_id, timeout_s)
+
+    async def records(self, start_sequence: int = 1) -> AsyncIterator[tuple[int, CallRecord | RolloutManifest]]:
+        """All records from `start_sequence` on, in stream order, with their sequences; never ends.
+
+        Back-pressure is the iterator itself: nothing more is fetched than the caller takes.
+        """
+        position = max(1, start_sequence)
+        while True:
+            sub = await self._subscribe(self._records, f"{self._prefix}.records.>", position)
+            try:
+                while True:
+                    messages = await self._fetch(sub)
+                    for msg in messages:
+                        position = int(msg.metadata.sequence.stream) + 1
+                        yield position - 1, self._record(msg)
+            except (*_LOST, nats.js.errors.Error):
+                await anyio.sleep(RETRY_S)
+            finally:
+                with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+                    await _unsubscribe(sub)
+
+    def _record(self, msg: Msg) -> CallRecord | RolloutManifest:
+        decode = _decode_call if msg.subject.startswith(f"{self._prefix}.records.call.") else _decode_manifest
+        try:
+            return decode(msg.data)
+        except msgspec.MsgspecError as err:
+            raise BrokerError(
+                f"record {msg.metadata.sequence.stream} of {self._records} cannot be read ({err}); "
+                "was it written by another version of clawpipe?"
+            ) from err
+
+    async def last_records_sequence(self) -> int:
+        """Sequence of the newest record; 0 when there is none yet."""
+        return int((await self._js.stream_info(self._records)).state.last_seq)
+
+    async def purge_records(self, below: int) -> None:
+        """Removes all records with a sequence lower than `below`."""
+        if below > 1:
+            await self._js.purge_stream(self._records, seq=below)
+
+    # Weights ---------------------------------------------------------------------------------------------
+
+    async def publish_weights(self, weights: WeightVersion) -> None:
+        """Announces a staged weight version."""
+        await self._publish(f"{self._prefix}.weights.staged", encode(weights), f"v{weights.version}")
+
+    async def last_weights(self) -> WeightVersion | None:
+        """The newest version ever announced in this run, or None."""
+        try:
+            raw = await self._js.get_last_msg(self._weights, f"{self._prefix}.weights.staged")
+        except nats.js.errors.NotFoundError:
+            return None
+        return _decode_weights(raw.data or b"")
+
+    async def weights(self) -> AsyncIterator[WeightVersion]:
+        """The newest version, then every newer one as it comes; a slow reader skips to the newest."""
+        seen: int | None = None
+        while True:
+            newest = await self._tolerant(self.last_weights)
+            if newest is not None and (seen is None or newest.version > seen):
+                seen = newest.version
+                yield newest
+            await anyio.sleep(POLL_S)
+
+    async def report_push(self, report: PushReport) -> None:
+        """An engine says that it has taken a version."""
+        message_id = f"{report.engine}.v{report.version}.{report.applied_s}"
+        await self._publish(f"{self._prefix}.weights.applied", encode(report), message_id)
+
+    async def pushes(self) -> AsyncIterator[PushReport]:
+        """All push reports of the run from its start, then new ones; never ends."""
+        position = 1
+        while True:
+            sub = await self._subscribe(self._weights, f"{self._prefix}.weights.applied", position)
+            try:
+                while True:
+                    for msg in await self._fetch(sub):
+                        position = int(msg.metadata.sequence.stream) + 1
+                        yield _decode_push(msg.data)
+            except (*_LOST, nats.js.errors.Error):
+                await anyio.sleep(RETRY_S)
+            finally:
+                with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+                    await _unsubscribe(sub)
+
+    # Control ---------------------------------------------------------------------------------------------
+
+    async def set_engine(self, state: EngineState) -> None:
+        """Writes the engine's entry."""
+        await self._put(f"engine.{state.name}", encode(state))
+
+    async def engines(self) -> AsyncIterator[dict[str, EngineState]]:
+        """All engines' entries now, and again whenever one changes; never ends."""
+        last: dict[str, EngineState] | None = None
+        while True:
+            now = await self._tolerant(self._engine_states)
+            if now is not None and now != last:
+                last = now
+                yield now
+            await anyio.sleep(POLL_S)
+
+    async def _engine_states(self) -> dict[str, EngineState]:
+        bucket = await self._js.key_value(self._control)
+        try:
+            keys = [key for key in await bucket.keys() if key.startswith("engine.")]
+        except nats.js.errors.NoKeysError:
+            return {}
+        states = [_decode_engine((await bucket.get(key)).value or b"") for key in sorted(keys)]
+        return {state.name: state for state in states}
+
+    async def request_drain(self) -> None:
+        """Asks the run to stop admitting rollouts and to end when those in flight have ended."""
+        await self._put("drain", str(time.time()).encode())
+
+    async def clear_drain(self) -> None:
+        """Forgets an earlier drain: a resumed run starts admitting again."""
+        bucket = await self._js.key_value(self._control)
+        await bucket.purge("drain")
+
+    async def drained(self) -> None:
+        """Waits until somebody asks for a drain."""
+        asked = None
+        while not asked:
+            asked = await self._tolerant(self._drain_asked)
+            await anyio.sleep(POLL_S)
+
+    async def _drain_asked(self) -> bool:
+        bucket = await self._js.key_value(self._control)
+        try:
+            await bucket.get("drain")
+        except nats.js.errors.KeyNotFoundError:
+            return False
+        return True
+
+    # The learner -----------------------------------------------------------------------------------------
+
+    async def ask(self, message: LearnerMessage, timeout_s: float = 600.0) -> LearnerReply:
+        """The learner's side: one message, one reply. Waits for a pipeline service that restarts.
+
+        BrokerError after `timeout_s` without a reply. A message may arrive twice; the service answers alike.
+        """
+        deadline = anyio.current_time() + timeout_s
+        while True:
+            try:
+                left = max(1.0, deadline - anyio.current_time())
+                reply = await self._client.request(f"{self._prefix}.learner", encode(message), timeout=min(60.0, left))
+                return _decode_reply(reply.data)
+            except _LOST as err:
+                if anyio.current_time() > deadline:
+                    name = type(message).__name__
+                    raise BrokerError(
+                        f"the pipeline service has not answered the learner's {name} for {timeout_s:.0f} s; "
+                        "look into logs/pipeline.log of the run folder"
+                    ) from err
+                await anyio.sleep(RETRY_S)
+
+    async def serve_learner(self, handler: Callable[[LearnerMessage], Awaitable[LearnerReply]]) -> None:
+        """The service's side: answers one message after the other; never ends."""
+        sub = await self._client.subscribe(f"{self._prefix}.learner")
+        try:
+            async for msg in sub.messages:
+                reply = await handler(_decode_message(msg.data))
+                await msg.respond(encode(reply))
+        finally:
+            with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+                await _unsubscribe(sub)
+
+    # Shared ----------------------------------------------------------------------------------------------
+
+    async def flush(self) -> None:
+        """Waits until the server has taken everything that was sent so far."""
+        await self._client.flush()
+
+    async def _publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 30.0) -> None:
+        deadline = anyio.current_time() + timeout_s
+        while True:
+            try:
+                left = max(0.1, deadline - anyio.current_time())
+                await self._js.publish(subject, data, timeout=min(10.0, left), headers={"Nats-Msg-Id": message_id})
+                return
+            except (*_LOST, nats.js.errors.APIError) as err:
+                if anyio.current_time() > deadline or isinstance(err, nats.js.errors.BadRequestError):
+                    raise BrokerError(
+                        f"NATS did not store {message_id} on {subject} within {timeout_s:.0f} s ({err}); "
+                        "check the server, its disk and [nats] max_store_bytes"
+                    ) from err
+                await anyio.sleep(RETRY_S)
+            except nats.errors.MaxPayloadError as err:
+                raise BrokerError(
+                    f"{message_id} has {len(data)} bytes, more than the server's max_payload "
+                    f"{self._client.max_payload}; raise max_payload"
+                ) from err
+
+    async def _put(self, key: str, value: bytes) -> None:
+        with anyio.fail_after(30):
+            while True:
+                try:
+                    bucket = await self._js.key_value(self._control)
+                    await bucket.put(key, value)
+                    return
+                except _LOST:
+                    await anyio.sleep(RETRY_S)
+
+    async def _tolerant(self, read: Callable[[], Awaitable[T]]) -> T | None:
+        try:
+            return await read()
+        except (*_LOST, nats.js.errors.NotFoundError):
+            return None
+
+    async def _subscribe(self, stream: str, subject: str, position: int) -> Any:
+        config = ConsumerConfig(
+            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+            opt_start_seq=position,
+            ack_policy=AckPolicy.NONE,
+            inactive_threshold=300,
+            mem_storage=True,
+        )
+        while True:
+            try:
+                return await self._js.pull_subscribe(subject, stream=stream, config=config)
+            except (*_LOST, nats.js.errors.ServerError):
+                await anyio.sleep(RETRY_S)
+
+    async def _fetch(self, sub: Any) -> list[Msg]:
+        """At least one message, or none after FETCH_WAIT_S; more only if they are there already.
+
+        A consumer that is gone (server restarted) shows as an error of `consumer_info`, which the caller handles.
+        """
+        try:
+            first: list[Msg] = await sub.fetch(1, timeout=FETCH_WAIT_S)
+        except nats.errors.TimeoutError:
+            await sub.consumer_info()
+            return []
+        try:
+            more: list[Msg] = await sub.fetch(RECORDS_PER_FETCH, timeout=0.02)
+            return first + more
+        except nats.errors.TimeoutError:
+            return first
+
+
+async def _unsubscribe(sub: Any) -> None:
+    try:
+        await sub.unsubscribe()
+    except (nats.errors.Error, OSError):
+        return

@@ -1,0 +1,189 @@
+"""The command line: `clawpipe up | check | status | drain | run`. Parses, calls, prints; nothing else."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import anyio
+import msgspec
+import typer
+
+from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline import runtime as runtimes
+from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.checks import run_checks
+from clawpipe.pipeline.errors import ClawpipeError, ConfigError, one_line
+from clawpipe.pipeline.launch import Launch, launch
+from clawpipe.pipeline.observe import start_log, steps
+from clawpipe.pipeline.screen import make_screen, status_lines
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+
+ConfigPath = Annotated[Path, typer.Argument(help="The configuration, a TOML file.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a key: --set learner.lr=1e-5.")
+]
+RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run folder; default: a new or the newest one.")]
+
+
+@app.command()
+def up(
+    config: ConfigPath,
+    updates: Annotated[int | None, typer.Option(min=1, help="Ends after so many updates.")] = None,
+    run_dir: RunDir = None,
+    summary: Annotated[Path | None, typer.Option(help="Writes what the run measured, as JSON.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Goes on with the run of the run folder.")] = False,
+    set_: Overrides = None,
+) -> None:
+    """Runs everything that CONFIG does not name as external, until the updates are done or you press Ctrl-C."""
+    overrides = parse_overrides(set_ or [])
+    if updates is not None:
+        overrides["run.updates"] = updates
+    loaded = configuration.load(config, overrides)
+    started = Launch(config=loaded, run_dir=choose_run_dir(loaded, run_dir, resume), resume=resume)
+    with make_screen(started.run_dir, loaded.run.updates) as screen:
+        anyio.run(launch, started, screen)
+    measured = started.run_dir / "summary.json"
+    if summary is not None:
+        summary.write_bytes(measured.read_bytes())
+
+
+@app.command()
+def check(
+    config: ConfigPath,
+    offline: Annotated[bool, typer.Option("--offline", help="Looks at nothing outside the file.")] = False,
+    set_: Overrides = None,
+) -> None:
+    """Says everything that would fail before anything starts."""
+    loaded = configuration.load(config, parse_overrides(set_ or []))
+    problems = run_checks(loaded, offline=offline).problems
+    for problem in problems:
+        typer.echo(problem, err=True)
+    if problems:
+        raise typer.Exit(2)
+    typer.echo(f"{config}: no problem found")
+
+
+@app.command()
+def status(run_dir: RunDir = None, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """Shows where a run stands."""
+    folder = run_dir or newest_run(Path("runs"))
+    runtimes.load(folder)
+    if as_json:
+        path = folder / "status.json"
+        state: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        state["steps"] = [msgspec.to_builtins(step) for step in steps(folder)]
+        typer.echo(json.dumps(state, indent=2))
+        return
+    for line in status_lines(folder):
+        typer.echo(line)
+
+
+@app.command()
+def drain(run_dir: RunDir = None) -> None:
+    """Lets a run end in order: no new rollouts, those in flight are finished, then everything stops."""
+    folder = run_dir or newest_run(Path("runs"))
+    runtime = runtimes.load(folder)
+    config = configuration.restore(folder / "config.json")
+
+    async def ask() -> None:
+        timeout_s = config.nats.connect_timeout_s
+        async with Broker.connect(
+            runtime.nats_url, runtime.nats_token, prefix=config.nats.prefix, timeout_s=timeout_s
+        ) as broker:
+            await broker.request_drain()
+
+    anyio.run(ask)
+    typer.echo(f"{folder}: draining")
+
+
+@app.command()
+def run(
+    role: Annotated[str, typer.Argument(help="proxy, actor, pipeline, learner, engine, ...")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="A prepared run folder.")],
+) -> None:
+    """Runs one process of the system on the run folder that `clawpipe up` prepared."""
+    main_of_role = load_role(role)
+    config = configuration.restore(run_dir / "config.json")
+    runtime = runtimes.load(run_dir)
+    start_log(role, config.observe.level)
+    main_of_role(config, runtime)
+
+
+def load_role(role: str) -> Callable[[configuration.Config, runtimes.Runtime], None]:
+    """The main function of a role, from the installed entry points. ConfigError for an unknown role."""
+    found = {entry.name: entry for entry in importlib.metadata.entry_points(group="clawpipe.roles")}
+    if role not in found:
+        raise ConfigError(f"unknown role {role!r}; choose one of {', '.join(sorted(found))}")
+    main_of_role: Callable[[configuration.Config, runtimes.Runtime], None] = found[role].load()
+    return main_of_role
+
+
+def parse_overrides(assignments: list[str]) -> dict[str, Any]:
+    """["a.b=1"] -> {"a.b": 1}; values are TOML, a bare word is a string. ConfigError for a missing `=`."""
+    found = {}
+    for assignment in assignments:
+        key, sign, value = assignment.partition("=")
+        if not sign or not key:
+            raise ConfigError(f"--set {assignment}: write KEY=VALUE, for example --set learner.lr=1e-5")
+        try:
+            found[key] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key] = value
+    return found
+
+
+def choose_run_dir(config: configuration.Config, given: Path | None, resume: bool) -> Path:
+    """The run folder: the given one, the newest (to resume), or a new one named by run and time."""
+    root = Path(config.run.dir)
+    if resume:
+        folder = given or newest_run(root)
+        runtimes.load(folder)
+        return folder.resolve()
+    if given is None:
+        return (root / f"{config.run.name}-{_stamp()}").resolve()
+    if (given / "runtime.json").exists():
+        raise ConfigError(f"{given}: holds a run already; add --resume to go on with it, or give another --run-dir")
+    return given.resolve()
+
+
+def newest_run(root: Path) -> Path:
+    """The run folder that was written last. ConfigError when there is none."""
+    found = sorted(root.glob("*/runtime.json"), key=lambda path: path.stat().st_mtime)
+    if not found:
+        raise ConfigError(f"{root}: no run folder here; give --run-dir")
+    return found[-1].parent
+
+
+def _stamp() -> str:
+    from datetime import UTC, datetime
+
+    return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on are one line and exit code 2."""
+    try:
+        app()
+    except ClawpipeError as err:
+        print(f"clawpipe: {one_line(err)}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+    except BaseExceptionGroup as group:
+        known, other = group.split(ClawpipeError)
+        if known is None or other is not None:
+            raise
+        print(f"clawpipe: {one_line(_first(known))}", file=sys.stderr)  # noqa: T201
+        sys.exit(2)
+
+
+def _first(group: BaseExceptionGroup[ClawpipeError]) -> BaseException:
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,267 @@
+"""`clawpipe up`: prepares the run folder, starts what is not external, keeps it running, ends it in order.
+
+Every child is a role started through the console entry in a session of its own, so Ctrl-C reaches us alone:
+the first one drains the run, the second one stops it at once. A child that dies is started again; the run
+ends when the pipeline service and the learner have ended by themselves.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import shutil
+import signal
+import sysconfig
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import anyio
+import msgspec
+
+from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline import nats_server
+from clawpipe.pipeline import runtime as runtimes
+from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.checks import run_checks
+from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.errors import BrokerError, ClawpipeError, ConfigError
+from clawpipe.pipeline.models import ModelFolders, model_folders
+from clawpipe.pipeline.processes import free_port, start, sweep
+from clawpipe.pipeline.runtime import Runtime
+
+RESTART_PAUSE_S = 1.0
+MAX_RESTARTS = 5
+NATS_START_TIMEOUT_S = 30.0
+LEARNER_END_TIMEOUT_S = 120.0
+ERROR_TAIL_BYTES = 4096
+
+
+class Screen(Protocol):
+    """Where the user sees what happens."""
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+
+    async def watch(self) -> None:
+        """Shows steps and status until cancelled."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What is to be run, and where."""
+
+    config: Config
+    run_dir: Path
+    resume: bool = False
+
+
+@dataclass
+class _Run:
+    """A launched run: its children's common context and the two ways in which it ends."""
+
+    config: Config
+    runtime: Runtime
+    screen: Screen
+    stopping: bool = False
+    ended: dict[str, anyio.Event] = field(default_factory=dict)
+
+    def owner(self, role: str) -> str:
+        return f"{self.runtime.run_id}/{role}"
+
+    def log(self, role: str) -> Path:
+        return self.runtime.path("logs", f"{role}.log")
+
+
+async def launch(start_: Launch, screen: Screen) -> None:
+    """Runs to the end. ClawpipeError for what the user can act on; nothing is left running either way."""
+    start_.run_dir.mkdir(parents=True, exist_ok=True)
+    with _locked(start_.run_dir):
+        report = await anyio.to_thread.run_sync(lambda: run_checks(start_.config, offline=False))
+        if report.problems:
+            raise ConfigError("; ".join(report.problems))
+        runtime = _prepare(start_, report.task_ids)
+        run = _Run(start_.config, runtime, screen)
+        sweep(runtime.run_id)
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(_handle_signals, run, tasks.cancel_scope)
+                tasks.start_soon(screen.watch)
+                await _run_all(run)
+                tasks.cancel_scope.cancel()
+        finally:
+            sweep(runtime.run_id)
+            shutil.rmtree(runtime.push_dir, ignore_errors=True)
+
+
+@contextmanager
+def _locked(run_dir: Path) -> Iterator[None]:
+    """One launcher per run folder, for as long as the process lives."""
+    with (run_dir / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as err:
+            raise ConfigError(
+                f"{run_dir}: another clawpipe runs in this folder; drain it first, or give another --run-dir"
+            ) from err
+        yield
+
+
+def _prepare(start_: Launch, task_ids: tuple[str, ...]) -> Runtime:
+    """Writes config.json, tasks.json and runtime.json."""
+    config, run_dir = start_.config, start_.run_dir
+    folders = model_folders(config)
+    earlier = runtimes.load(run_dir) if start_.resume else None
+    run_id = earlier.run_id if earlier else f"cp-{uuid.uuid4().hex[:12]}"
+    engine_urls = config.engines.urls or tuple(
+        f"http://127.0.0.1:{config.engines.port + index if config.engines.port else free_port()}"
+        for index in range(config.engines.count)
+    )
+    push_dir = Path(config.push.dir, f"clawpipe-{run_id}")
+    push_dir.mkdir(parents=True, exist_ok=True)
+    runtime = Runtime(
+        run_id=run_id,
+        run_dir=str(run_dir),
+        nats_url=config.nats.url,
+        nats_token=earlier.nats_token if earlier else "",
+        engine_urls=engine_urls,
+        init_model_dir=str(folders.init),
+        start_model_dir=str(folders.start),
+        demos_path=str(folders.demos or ""),
+        push_dir=str(push_dir),
+        resume=start_.resume,
+    )
+    for folder in ("logs", "progress"):
+        (run_dir / folder).mkdir(exist_ok=True)
+    for stale in ("status.json", "summary.json"):
+        (run_dir / stale).unlink(missing_ok=True)
+    (run_dir / "config.json").write_bytes(configuration.dump(config))
+    (run_dir / "tasks.json").write_text(json.dumps(task_ids))
+    runtimes.save(runtime)
+    return runtime
+
+
+async def _run_all(run: _Run) -> None:
+    async with anyio.create_task_group() as services:
+        run.runtime = await _start_nats(run, services)
+        await _setup_broker(run)
+        folders = model_folders(run.config)
+        await _prepare_model(run, folders, services)
+        for role in ("proxy", "actor", "pipeline", "learner"):
+            _keep(run, services, role)
+        run.screen.say(f"running; run folder {run.runtime.run_dir}")
+        await run.ended["pipeline"].wait()
+        with anyio.move_on_after(LEARNER_END_TIMEOUT_S):
+            await run.ended["learner"].wait()
+        run.stopping = True
+        services.cancel_scope.cancel()
+
+
+async def _start_nats(run: _Run, services: anyio.abc.TaskGroup) -> Runtime:
+    if run.config.nats.url:
+        return run.runtime
+    server = nats_server.prepare(
+        Path(run.runtime.run_dir),
+        port=run.config.nats.port,
+        token=run.runtime.nats_token,
+        max_store_bytes=run.config.nats.max_store_bytes,
+    )
+    runtime = msgspec.structs.replace(run.runtime, nats_url=server.url, nats_token=server.token)
+    runtimes.save(runtime)
+    run.runtime = runtime
+    _keep(run, services, "nats", argv=list(server.argv))
+    if not await nats_server.answers(server.url, NATS_START_TIMEOUT_S):
+        raise BrokerError(f"nats-server did not start: {_last_error(run.log('nats'))}")
+    return runtime
+
+
+async def _setup_broker(run: _Run) -> None:
+    async with _broker(run) as broker:
+        await broker.setup(run.config.nats.max_store_bytes)
+        await broker.clear_drain()
+
+
+@asynccontextmanager
+async def _broker(run: _Run) -> AsyncIterator[Broker]:
+    nats = run.config.nats
+    async with Broker.connect(
+        run.runtime.nats_url, run.runtime.nats_token, prefix=nats.prefix, timeout_s=nats.connect_timeout_s
+    ) as broker:
+        yield broker
+
+
+async def _prepare_model(run: _Run, folders: ModelFolders, services: anyio.abc.TaskGroup) -> None:
+    """Makes what is missing of the model; engines start as soon as there is a folder to start from."""
+    missing = folders.missing()
+    for role in missing:
+        if role == "coldstart":
+            _keep(run, services, "engine")
+        await _run_once(run, role)
+    if "engine" not in run.ended:
+        _keep(run, services, "engine")
+
+
+async def _run_once(run: _Run, role: str) -> None:
+    async with start(_argv(run, role), log=run.log(role), owner=run.owner(role), name=role) as child:
+        code = await child.wait()
+    if code:
+        raise ClawpipeError(f"{role} failed: {_last_error(run.log(role))}")
+
+
+def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str] | None = None) -> None:
+    run.ended[role] = anyio.Event()
+    services.start_soon(_keep_running, run, role, argv or _argv(run, role))
+
+
+async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
+    """Starts the role again whenever it dies; a clean end of pipeline and learner is an end."""
+    for restart in range(MAX_RESTARTS + 1):
+        async with start(argv, log=run.log(role), owner=run.owner(role), name=role) as child:
+            code = await child.wait()
+        if code == 0 and role in ("pipeline", "learner"):
+            run.ended[role].set()
+            return
+        if run.stopping:
+            return
+        sweep(run.owner(role))
+        if code == 2:
+            break
+        run.screen.say(f"{role} ended with code {code}; starting it again ({restart + 1} of {MAX_RESTARTS})")
+        await anyio.sleep(RESTART_PAUSE_S)
+    raise ClawpipeError(f"{role} cannot be kept running: {_last_error(run.log(role))}")
+
+
+def _argv(run: _Run, role: str) -> list[str]:
+    return [console_entry(), "run", role, "--run-dir", run.runtime.run_dir]
+
+
+def console_entry() -> str:
+    """Path of the installed `clawpipe` command of this Python."""
+    return str(Path(sysconfig.get_path("scripts"), "clawpipe"))
+
+
+async def _handle_signals(run: _Run, whole: anyio.CancelScope) -> None:
+    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        asked = False
+        async for _ in signals:
+            if asked or "pipeline" not in run.ended:
+                run.screen.say("stopping at once")
+                whole.cancel()
+                return
+            asked = True
+            run.screen.say("draining: rollouts in flight are finished; once more to stop at once")
+            async with _broker(run) as broker:
+                await broker.request_drain()
+
+
+def _last_error(log: Path) -> str:
+    """The last line of a log that says something, and where to read on."""
+    try:
+        data = log.read_bytes()[-ERROR_TAIL_BYTES:]
+    except OSError:
+        return f"no output; see {log}"
+    lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]
+    return f"{lines[-1].removeprefix('clawpipe: ') if lines else 'no output'} (see {log})"

@@ -1,0 +1,60 @@
+"""The tiny model's cache: which folder a configuration's model lives in, and which roles make it.
+
+The key is a digest of everything that the model depends on, so a changed recipe is a new folder and an
+unchanged one is built once per machine. Folders appear by rename: a half-built one is never used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from clawpipe.pipeline.config import Config, FilingTasksConfig
+
+RECIPE = 1  # counted up when the same configuration would build another model
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolders:
+    """Where the parts of a model are, or will be."""
+
+    init: Path  # configuration, tokenizer, first weights: what engines start from
+    start: Path  # the weights that the learner starts from
+    demos: Path | None = None
+
+    def missing(self) -> tuple[str, ...]:
+        """The roles that must still run, in order."""
+        if self.demos is None:
+            return ()
+        made = (("demos", self.demos), ("model", self.init / "config.json"), ("coldstart", self.start / "config.json"))
+        return tuple(role for role, product in made if not product.exists())
+
+
+def model_folders(config: Config) -> ModelFolders:
+    """The folders of the configuration's model."""
+    if config.model.tiny is None:
+        path = Path(config.model.path)
+        return ModelFolders(init=path, start=path)
+    folder = cache_dir() / "models" / model_key(config)
+    init = folder / "init"
+    return ModelFolders(
+        init=init, start=folder / "start" if config.model.coldstart else init, demos=folder / "demos.jsonl"
+    )
+
+
+def model_key(config: Config) -> str:
+    """Digest of what a tiny model depends on: its shape, its cold start, what the harnesses show it."""
+    demonstrated = [source for source in config.tasks if isinstance(source, FilingTasksConfig)]
+    parts = (RECIPE, config.model.tiny, config.model.coldstart, config.harness, demonstrated)
+    return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+
+
+def cache_dir() -> Path:
+    """$CLAWPIPE_CACHE, else clawpipe's folder in the user's cache."""
+    given = os.environ.get("CLAWPIPE_CACHE")
+    root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(given or f"{root}/clawpipe").expanduser().resolve()

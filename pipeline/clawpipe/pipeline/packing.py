@@ -1,0 +1,200 @@
+"""Selected branches -> packed forests: every unique token once, in depth-first order. Pure.
+
+Takes the branches that `segments` kept (or supervised sequences) and gives the learner's microbatches. What
+rollouts have in common - system prompt, tools, task prompt, a shared history - is laid down once per forest,
+so rollouts of one group should be given next to each other. Compute is shared, loss entries are not.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from clawpipe.pipeline.forest import Forest
+from clawpipe.pipeline.records import FloatArray, IntArray, float_bytes, int_bytes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Path:
+    """One sequence from root to leaf: n tokens, m of them with a loss entry.
+
+    Supervised training gives logprob 0 and version 0.
+    """
+
+    tokens: IntArray  # int32 [n], not negative
+    entries: IntArray  # int32 [m], ascending indices into tokens, never 0: nothing predicts a first token
+    logprobs: FloatArray  # float32 [m], log mu as recorded at sampling
+    versions: IntArray  # int32 [m]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trainable:
+    """The kept paths of one rollout. A token with an entry on several of them is trained once."""
+
+    rollout_index: int  # index into Batch.rollouts
+    paths: tuple[Path, ...]
+
+
+def pack(rollouts: Iterable[Trainable], budget_tokens: int, align: int = 1) -> tuple[Forest, ...]:
+    """Forests of at most `budget_tokens` unique tokens each, their lengths multiples of `align`.
+
+    A rollout is never split: one that is over the budget alone gets a forest of its own. Otherwise it goes
+    where it adds the fewest tokens among the forests with room for it. Filling up to `align` is done with
+    trees of a single token that no entry and no other token refers to. ValueError for an entry at index 0,
+    lengths that disagree, or a budget below `align`.
+    """
+    limit = budget_tokens // align * align
+    if limit < 1:
+        raise ValueError(f"budget_tokens = {budget_tokens} is below align = {align}; raise the budget")
+    bins: list[_Bin] = []
+    for rollout in rollouts:
+        keys = [_checked_key(path, rollout.rollout_index) for path in rollout.paths]
+        if keys:
+            _choose(bins, keys, limit).add(rollout, keys)
+    return tuple(_forest(each.rollouts, align) for each in bins)
+
+
+@dataclass(slots=True, eq=False)
+class _Bin:
+    """A forest that is being filled. Keys are paths as big-endian bytes, which sort as token sequences do."""
+
+    keys: list[bytes] = field(default_factory=list)  # ascending
+    rollouts: list[Trainable] = field(default_factory=list)
+    num_tokens: int = 0
+
+    def cost(self, keys: Sequence[bytes]) -> int:
+        """How many unique tokens these paths would add."""
+        added: list[bytes] = []
+        return sum(self._insert(added, key) for key in keys)
+
+    def add(self, rollout: Trainable, keys: Sequence[bytes]) -> None:
+        self.num_tokens += self.cost(keys)
+        for key in keys:
+            self.keys.insert(bisect_left(self.keys, key), key)
+        self.rollouts.append(rollout)
+
+    def _insert(self, added: list[bytes], key: bytes) -> int:
+        shared = max(_longest_prefix(self.keys, key), _longest_prefix(added, key))
+        added.insert(bisect_left(added, key), key)
+        return len(key) // 4 - shared
+
+
+def _choose(bins: list[_Bin], keys: Sequence[bytes], limit: int) -> _Bin:
+    costs = ((each.cost(keys), each) for each in bins)
+    fitting = [(cost, each) for cost, each in costs if each.num_tokens + cost <= limit]
+    if fitting:
+        return min(fitting, key=lambda pair: pair[0])[1]
+    bins.append(_Bin())
+    return bins[-1]
+
+
+def _checked_key(path: Path, rollout_index: int) -> bytes:
+    n, m = len(path.tokens), len(path.entries)
+    if not len(path.logprobs) == len(path.versions) == m:
+        raise ValueError(f"rollout {rollout_index}: a path's entries, logprobs and versions differ in number")
+    if n == 0 or (m and (path.entries[0] < 1 or path.entries[-1] >= n)):
+        raise ValueError(f"rollout {rollout_index}: a path of {n} tokens has an entry outside 1..{n - 1}")
+    if np.any(np.diff(path.entries) < 1):
+        raise ValueError(f"rollout {rollout_index}: the entries of a path do not ascend")
+    return path.tokens.astype(">i4").tobytes()
+
+
+def _longest_prefix(keys: Sequence[bytes], key: bytes) -> int:
+    """Tokens that `key` shares with the nearest of the sorted `keys`: one of its two neighbours."""
+    at = bisect_left(keys, key)
+    return max((shared_prefix(other, key) for other in keys[max(at - 1, 0) : at + 1]), default=0)
+
+
+def shared_prefix(a: bytes, b: bytes) -> int:
+    """Length in tokens of the longest common prefix of two sequences of 4-byte tokens."""
+    n = min(len(a), len(b)) // 4
+    if a[: 4 * n] == b[: 4 * n]:
+        return n
+    return int(np.argmax(np.frombuffer(a, "<i4", n) != np.frombuffer(b, "<i4", n)))
+
+
+def _forest(rollouts: Sequence[Trainable], align: int) -> Forest:
+    paths = [path for rollout in rollouts for path in rollout.paths]
+    layout = _lay_out([path.tokens for path in paths], align)
+    where = iter(layout.where)
+    entries = [_entries(rollout, [next(where) for _ in rollout.paths]) for rollout in rollouts]
+    token, logprob, version = (np.concatenate(column) for column in zip(*entries, strict=True))
+    owner = np.repeat([r.rollout_index for r in rollouts], [len(e[0]) for e in entries])
+    return Forest(
+        tokens=int_bytes(layout.tokens),
+        position=int_bytes(layout.position),
+        parent=int_bytes(layout.parent),
+        end=np.ascontiguousarray(layout.end, dtype="<i8").tobytes(),
+        entry_token=int_bytes(token),
+        entry_logprob=float_bytes(logprob),
+        entry_version=int_bytes(version),
+        entry_rollout=int_bytes(owner),
+    )
+
+
+def _entries(rollout: Trainable, where: Sequence[IntArray]) -> tuple[IntArray, FloatArray, IntArray]:
+    """The rollout's entries in packed order; the first path that names a token keeps it."""
+    tokens = np.concatenate([at[path.entries] for at, path in zip(where, rollout.paths, strict=True)])
+    unique, first = np.unique(tokens, return_index=True)
+    logprobs = np.concatenate([path.logprobs for path in rollout.paths])
+    versions = np.concatenate([path.versions for path in rollout.paths])
+    return unique.astype(np.int32), logprobs[first], versions[first]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """T packed tokens; `where` holds, for each path as given, the packed index of each of its tokens."""
+
+    tokens: IntArray  # int32 [T]
+    position: IntArray  # int32 [T]
+    parent: IntArray  # int32 [T]
+    end: npt.NDArray[np.int64]  # int64 [T]
+    where: list[IntArray]
+
+
+def _lay_out(paths: Sequence[IntArray], align: int) -> _Layout:
+    """Sorted paths visit the radix tree depth first: each adds what it does not share with the one before."""
+    keys = [tokens.astype(">i4").tobytes() for tokens in paths]
+    where: list[IntArray] = [np.empty(0, np.int32)] * len(paths)
+    pieces: list[tuple[IntArray, int, int]] = []  # new tokens, depth of the first, packed index of its parent
+    closings: list[tuple[IntArray, int]] = []  # these tokens' subtrees end here
+    size, open_key, open_at = 0, b"", np.empty(0, np.int32)
+    for i in sorted(range(len(paths)), key=keys.__getitem__):
+        shared = shared_prefix(open_key, keys[i])
+        closings.append((open_at[shared:], size))
+        pieces.append((paths[i][shared:], shared, int(open_at[shared - 1]) if shared else -1))
+        added = np.arange(size, size + len(paths[i]) - shared, dtype=np.int32)
+        where[i] = np.concatenate([open_at[:shared], added])
+        size, open_key, open_at = size + len(added), keys[i], where[i]
+    closings.append((open_at, size))
+    pieces += [(np.zeros(1, np.int32), 0, -1)] * (-size % align)
+    return _assemble(pieces, closings, where)
+
+
+def _assemble(
+    pieces: Sequence[tuple[IntArray, int, int]],
+    closings: Sequence[tuple[IntArray, int]],
+    where: list[IntArray],
+) -> _Layout:
+    total = sum(len(tokens) for tokens, _, _ in pieces)
+    parent = np.arange(-1, total - 1, dtype=np.int32)
+    end = np.arange(1, total + 1, dtype=np.int64)
+    start = 0
+    for tokens, _, above in pieces:
+        if len(tokens):
+            parent[start] = above
+        start += len(tokens)
+    for indices, at in closings:
+        end[indices] = at
+    position = [np.arange(depth, depth + len(tokens), dtype=np.int32) for tokens, depth, _ in pieces]
+    return _Layout(
+        tokens=np.concatenate([tokens for tokens, _, _ in pieces]),
+        position=np.concatenate(position),
+        parent=parent,
+        end=end,
+        where=where,
+    )

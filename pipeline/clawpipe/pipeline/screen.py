@@ -1,0 +1,148 @@
+"""What the user of `clawpipe up` sees: a live screen in a terminal, plain lines otherwise.
+
+Both are drawn from files that the roles write: progress/<role>.json for long steps, status.json for the run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from clawpipe.pipeline.observe import Step, steps
+
+LIVE_INTERVAL_S = 0.5
+PLAIN_INTERVAL_S = 10.0
+
+
+@contextmanager
+def make_screen(run_dir: Path, updates: int) -> Iterator[PlainScreen | LiveScreen]:
+    """The screen that fits standard output."""
+    console = Console(stderr=False)
+    if not console.is_terminal:
+        yield PlainScreen(run_dir)
+        return
+    with Live(console=console, refresh_per_second=4, transient=False) as live:
+        yield LiveScreen(run_dir, live)
+
+
+class PlainScreen:
+    """One line per change, for logs and pipes."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._said: dict[str, str] = {}
+        self._spoken_s: dict[str, float] = {}
+
+    def say(self, line: str) -> None:
+        """One line."""
+        sys.stdout.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+        sys.stdout.flush()
+
+    async def watch(self) -> None:
+        """Says what has changed, each step at most every PLAIN_INTERVAL_S but for its start and end."""
+        while True:
+            for step in steps(self._run_dir):
+                self._say_step(step)
+            self._say_changed("run", status_line(read_status(self._run_dir)))
+            await anyio.sleep(LIVE_INTERVAL_S)
+
+    def _say_step(self, step: Step) -> None:
+        key = f"{step.role}/{step.label}/{step.started_s}"
+        waited = time.time() - self._spoken_s.get(key, 0.0)
+        if key not in self._said or waited >= PLAIN_INTERVAL_S or step.finished:
+            self._spoken_s[key] = time.time() if self._say_changed(key, step_line(step)) else self._spoken_s.get(key, 0)
+
+    def _say_changed(self, key: str, line: str) -> bool:
+        if not line or self._said.get(key) == line:
+            return False
+        self._said[key] = line
+        self.say(line)
+        return True
+
+
+class LiveScreen:
+    """A table that is drawn again twice a second."""
+
+    def __init__(self, run_dir: Path, live: Live) -> None:
+        self._run_dir = run_dir
+        self._live = live
+
+    def say(self, line: str) -> None:
+        """A line above the table."""
+        self._live.console.print(line, highlight=False)
+
+    async def watch(self) -> None:
+        """Draws until cancelled."""
+        while True:
+            self._live.update(self._draw())
+            await anyio.sleep(LIVE_INTERVAL_S)
+
+    def _draw(self) -> Group:
+        table = Table.grid(padding=(0, 2))
+        for step in steps(self._run_dir):
+            if not step.finished:
+                table.add_row(*step_cells(step))
+        return Group(table, Text(status_line(read_status(self._run_dir))))
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """status.json, or nothing while there is none."""
+    try:
+        found: dict[str, Any] = json.loads((run_dir / "status.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found
+
+
+def status_lines(run_dir: Path) -> list[str]:
+    """The plain form of `clawpipe status`."""
+    lines = [step_line(step) for step in steps(run_dir)]
+    return [*lines, status_line(read_status(run_dir)) or "the run has not begun"]
+
+
+def step_cells(step: Step) -> tuple[str, str, str, str]:
+    """Role, what it does, how far it is, time left."""
+    share = f"{100 * step.done / step.total:.0f}%" if step.total else ""
+    left = f"{duration(step.left_s)} left" if step.left_s is not None and not step.finished else ""
+    return step.role, " ".join(filter(None, (step.label, step.detail))), share, left
+
+
+def step_line(step: Step) -> str:
+    """A step as one line."""
+    done = f"done in {duration(step.updated_s - step.started_s)}" if step.finished else ""
+    role, label, share, left = step_cells(step)
+    return f"{role}: " + ", ".join(filter(None, (label, done or share, left)))
+
+
+def status_line(status: dict[str, Any]) -> str:
+    """The run as one line: updates, reward, rollouts, time left."""
+    if not status:
+        return ""
+    rewards = status.get("reward", {}).get("per_update", [])
+    parts = [
+        f"{status.get('phase', 'running')}: update {status.get('updates', 0)} of {status.get('updates_total', '?')}",
+        f"reward {rewards[-1]:.3f}" if rewards else "",
+        f"staleness {status['staleness']['mean']:.1f}" if status.get("staleness") else "",
+        f"{status['rollouts'].get('scored', 0)} rollouts scored" if status.get("rollouts") else "",
+        f"{duration(status['left_s'])} left" if status.get("left_s") is not None else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def duration(seconds: float) -> str:
+    """75 -> "1m15s"."""
+    whole = max(0, round(seconds))
+    hours, rest = divmod(whole, 3600)
+    minutes, secs = divmod(rest, 60)
+    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{secs:02}s" if minutes else f"{secs}s"

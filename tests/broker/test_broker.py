@@ -1,0 +1,192 @@
+"""The broker against a real nats-server, killed and restarted in the middle."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+
+from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.errors import BrokerError
+from clawpipe.pipeline.processes import free_port
+from clawpipe.pipeline.records import (
+    CallRecord,
+    EngineState,
+    FinishReason,
+    Lease,
+    NotYet,
+    Role,
+    RolloutManifest,
+    RolloutRequest,
+    Scored,
+    WeightVersion,
+    float_bytes,
+    int_bytes,
+)
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+def call(rollout: str, index: int) -> CallRecord:
+    return CallRecord(
+        rollout_id=rollout,
+        attempt=1,
+        call_id=f"{rollout}.a1.c{index}",
+        index=index,
+        parent=None,
+        parent_tokens=0,
+        prompt_delta=int_bytes([1, 2, 3]),
+        prompt_tokens=3,
+        completion_ids=int_bytes([4, 5]),
+        logprobs=float_bytes([-0.5, -0.25]),
+        versions=(),
+        finish_reason=FinishReason.STOP,
+        role=Role.MAIN,
+        harness="agentloop",
+        digest="d",
+    )
+
+
+def request(index: int) -> RolloutRequest:
+    return RolloutRequest(rollout_id=f"r-{index}", group_id="g-0", task_id="t/0", harness="agentloop")
+
+
+async def connected(server) -> Broker:
+    return Broker.connect(server.url, server.token)
+
+
+async def take(iterator, count):
+    found = []
+    with anyio.fail_after(20):
+        async for item in iterator:
+            found.append(item)
+            if len(found) == count:
+                break
+    await iterator.aclose()
+    return found
+
+
+async def test_records_come_back_in_order_and_once(nats_server):
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        for index in (0, 1, 1, 2):
+            await broker.publish_call(call("r-1", index))
+        manifest = RolloutManifest(
+            rollout_id="r-1",
+            attempt=1,
+            group_id="g",
+            task_id="t",
+            harness="h",
+            calls=(),
+            outcome=Scored(reward=0.5),
+        )
+        await broker.publish_manifest(manifest)
+        found = await take(broker.records(), 4)
+        assert [sequence for sequence, _ in found] == [1, 2, 3, 4]
+        assert [record.index for _, record in found[:3]] == [0, 1, 2]
+        assert found[3][1] == manifest
+        assert [sequence for sequence, _ in await take(broker.records(3), 2)] == [3, 4]
+        await broker.purge_records(3)
+        assert [sequence for sequence, _ in await take(broker.records(1), 2)] == [3, 4]
+
+
+async def test_an_unacknowledged_request_comes_again_and_an_acknowledged_one_does_not(nats_server):
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        await broker.publish_request(request(0))
+        await broker.publish_request(request(1))
+        first = await broker.pull_request()
+        second = await broker.pull_request()
+        assert (first.request.rollout_id, first.attempt) == ("r-0", 1)
+        await first.nak()
+        await second.ack()
+        again = await broker.pull_request()
+        assert (again.request.rollout_id, again.attempt) == ("r-0", 2)
+        assert [r.rollout_id for r in await broker.pending_requests()] == ["r-0"]
+        await again.ack()
+        assert await broker.pull_request(0.3) is None
+        assert await broker.pending_requests() == ()
+
+
+async def test_a_killed_server_loses_nothing_and_readers_go_on(nats_server):
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        await broker.publish_call(call("r-1", 0))
+        reader = broker.records()
+        assert (await take_one(reader))[0] == 1
+        nats_server.kill()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(broker.publish_call, call("r-1", 1))
+            await anyio.sleep(0.5)
+            nats_server.start()
+            assert (await take_one(reader))[0] == 2
+        await reader.aclose()
+
+
+async def take_one(iterator):
+    with anyio.fail_after(30):
+        return await anext(iterator)
+
+
+async def test_a_late_reader_of_weights_gets_the_newest_version_only(nats_server):
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        assert await broker.last_weights() is None
+        for version in (0, 1, 2):
+            await broker.publish_weights(WeightVersion(version=version, path="p", num_bytes=1, created_s=0.0))
+        reader = broker.weights()
+        assert (await take_one(reader)).version == 2
+        await broker.publish_weights(WeightVersion(version=7, path="p", num_bytes=1, created_s=0.0))
+        assert (await take_one(reader)).version == 7
+        await reader.aclose()
+
+
+async def test_engine_states_and_the_drain_mark_are_seen(nats_server):
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        state = EngineState(name="0", url="http://x", version=3, healthy=True)
+        await broker.set_engine(state)
+        reader = broker.engines()
+        assert await take_one(reader) == {"0": state}
+        await reader.aclose()
+        with anyio.move_on_after(0.5) as scope:
+            await broker.drained()
+        assert scope.cancelled_caught
+        await broker.request_drain()
+        with anyio.fail_after(5):
+            await broker.drained()
+        await broker.clear_drain()
+        with anyio.move_on_after(0.5) as scope:
+            await broker.drained()
+        assert scope.cancelled_caught
+
+
+async def test_the_learner_is_answered_by_a_service_that_comes_late(nats_server):
+    async def handler(message):
+        assert message == Lease(version=4)
+        return NotYet()
+
+    async with (
+        Broker.connect(nats_server.url, nats_server.token) as learner,
+        Broker.connect(nats_server.url, nats_server.token) as service,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def late():
+            await anyio.sleep(0.5)
+            await service.serve_learner(handler)
+
+        tasks.start_soon(late)
+        assert await learner.ask(Lease(version=4), timeout_s=20) == NotYet()
+        tasks.cancel_scope.cancel()
+
+
+async def test_no_server_is_one_clear_error():
+    with pytest.raises(BrokerError, match=r"no connection .* check \[nats\] url"):
+        async with Broker.connect(f"nats://127.0.0.1:{free_port()}", timeout_s=1):
+            pass

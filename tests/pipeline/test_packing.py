@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from clawpipe.pipeline.forest import Forest
+from clawpipe.pipeline.packing import Path, Trainable, pack
+from clawpipe.pipeline.records import floats, ints
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def path(tokens, entries=(), logprobs=None, version=0):
+    m = len(entries)
+    return Path(
+        tokens=np.array(tokens, np.int32),
+        entries=np.array(entries, np.int32),
+        logprobs=np.array(logprobs if logprobs is not None else [-0.5] * m, np.float32),
+        versions=np.full(m, version, np.int32),
+    )
+
+
+def ends(forest: Forest) -> np.ndarray:
+    return np.frombuffer(forest.end, "<i8")
+
+
+def ancestors_by_end(forest: Forest, i: int) -> list[int]:
+    end = ends(forest)
+    return [j for j in range(i + 1) if end[j] > i]
+
+
+def ancestors_by_parent(forest: Forest, i: int) -> list[int]:
+    parent, chain = ints(forest.parent), []
+    while i >= 0:
+        chain.append(i)
+        i = int(parent[i])
+    return chain[::-1]
+
+
+small_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)
+
+
+@st.composite
+def groups(draw):
+    rollouts = []
+    for index in range(draw(st.integers(1, 5))):
+        paths = []
+        for _ in range(draw(st.integers(1, 4))):
+            tokens = draw(small_tokens)
+            entries = (
+                sorted(draw(st.sets(st.integers(1, 9).filter(lambda e: e < 9)))) if len(tokens) > 1 else []
+            )
+            entries = [e for e in entries if e < len(tokens)]
+            logprobs = draw(
+                st.lists(st.floats(-5, 0, width=32), min_size=len(entries), max_size=len(entries))
+            )
+            paths.append(path(tokens, entries, logprobs, draw(st.integers(0, 3))))
+        rollouts.append(Trainable(rollout_index=index, paths=tuple(paths)))
+    return rollouts
+
+
+@given(groups(), st.integers(1, 40), st.integers(1, 4))
+def test_a_token_sees_exactly_its_own_path(rollouts, budget, align):
+    for forest in pack(rollouts, max(budget, align), align):
+        position = ints(forest.position)
+        for i in range(len(position)):
+            seen = ancestors_by_end(forest, i)
+            assert seen == ancestors_by_parent(forest, i)
+            assert [position[j] for j in seen] == list(range(len(seen)))
+
+
+@given(groups(), st.integers(1, 40), st.integers(1, 4))
+def test_the_trees_hold_exactly_the_prefixes_of_the_paths_each_once(rollouts, budget, align):
+    forests = pack(rollouts, max(budget, align), align)
+    packed_rollouts = 0
+    for forest in forests:
+        tokens = ints(forest.tokens).tolist()
+        spelled = [tuple(tokens[j] for j in ancestors_by_end(forest, i)) for i in range(len(tokens))]
+        owners = whole_owners(rollouts, set(spelled))
+        expected = {
+            tuple(p.tokens[: n + 1].tolist()) for r in owners for p in r.paths for n in range(len(p.tokens))
+        }
+        filling = len(tokens) - len(expected)
+        assert 0 <= filling < align
+        assert len(tokens) % align == 0
+        assert set(spelled[: len(expected)]) == expected
+        packed_rollouts += len(owners)
+    assert packed_rollouts >= len(rollouts)
+
+
+def whole_owners(rollouts, spelled):
+    return [r for r in rollouts if all(tuple(p.tokens.tolist()) in spelled for p in r.paths)]
+
+
+@given(groups(), st.integers(1, 40))
+def test_every_rollout_keeps_one_entry_for_each_token_it_sampled(rollouts, budget):
+    found = {}
+    for forest in pack(rollouts, budget):
+        tokens = ints(forest.tokens).tolist()
+        columns = (
+            ints(forest.entry_rollout),
+            ints(forest.entry_token),
+            floats(forest.entry_logprob),
+            ints(forest.entry_version),
+        )
+        for owner, at, logprob, version in zip(*(c.tolist() for c in columns), strict=True):
+            key = owner, tuple(tokens[j] for j in ancestors_by_end(forest, at))
+            assert key not in found
+            assert ints(forest.parent)[at] >= 0
+            found[key] = logprob, version
+    expected = {}
+    for rollout in rollouts:
+        for p in rollout.paths:
+            for e, logprob, version in zip(
+                p.entries.tolist(), p.logprobs.tolist(), p.versions.tolist(), strict=True
+            ):
+                key = rollout.rollout_index, tuple(p.tokens[: e + 1].tolist())
+                expected.setdefault(key, (logprob, version))
+    assert found == expected
+
+
+@given(groups(), st.integers(1, 40))
+def test_a_rollout_lies_in_one_forest_and_only_a_lone_rollout_is_over_the_budget(rollouts, budget):
+    forests = pack(rollouts, budget)
+    homes = {}
+    for index, forest in enumerate(forests):
+        for owner in set(ints(forest.entry_rollout).tolist()):
+            assert homes.setdefault(owner, index) == index
+        if len(ints(forest.tokens)) > budget:
+            alone = [r for r in rollouts if len(unique_prefixes([r])) == len(ints(forest.tokens))]
+            assert alone
+            assert len(set(ints(forest.entry_rollout).tolist())) <= 1
+
+
+def unique_prefixes(rollouts):
+    return {
+        tuple(p.tokens[: n + 1].tolist()) for r in rollouts for p in r.paths for n in range(len(p.tokens))
+    }
+
+
+@given(groups())
+def test_with_room_for_all_there_is_one_forest_of_the_unique_tokens(rollouts):
+    (forest,) = pack(rollouts, 10_000)
+    assert len(ints(forest.tokens)) == len(unique_prefixes(rollouts))
+
+
+def test_the_vectors_of_a_small_forest_are_as_by_hand():
+    # root 7 8, then 1 2 (rollout 0) and 1 3 4 (rollout 1)
+    first = Trainable(rollout_index=0, paths=(path([7, 8, 1, 2], [2, 3], [-0.1, -0.2], 5),))
+    second = Trainable(rollout_index=1, paths=(path([7, 8, 1, 3, 4], [2, 4], [-0.3, -0.4], 6),))
+    (forest,) = pack([second, first], 100, align=4)
+    assert ints(forest.tokens).tolist() == [7, 8, 1, 2, 3, 4, 0, 0]
+    assert ints(forest.position).tolist() == [0, 1, 2, 3, 3, 4, 0, 0]
+    assert ints(forest.parent).tolist() == [-1, 0, 1, 2, 2, 4, -1, -1]
+    assert ends(forest).tolist() == [6, 6, 6, 4, 6, 6, 7, 8]
+    assert ints(forest.entry_rollout).tolist() == [1, 1, 0, 0]
+    assert ints(forest.entry_token).tolist() == [2, 5, 2, 3]
+    assert floats(forest.entry_logprob).tolist() == np.float32([-0.3, -0.4, -0.1, -0.2]).tolist()
+    assert ints(forest.entry_version).tolist() == [6, 6, 5, 5]
+
+
+def test_a_group_stays_together_where_it_shares_its_prefix():
+    def member(index, task):
+        return Trainable(rollout_index=index, paths=(path([task] * 6 + [index], [6]),))
+
+    forests = pack([member(0, 50), member(1, 51), member(2, 50), member(3, 51)], 8)
+    homes = [sorted(set(ints(forest.entry_rollout).tolist())) for forest in forests]
+    assert homes == [[0, 2], [1, 3]]
+
+
+def test_an_entry_at_the_first_token_is_refused_because_nothing_predicts_it():
+    with pytest.raises(ValueError, match="entry outside 1"):
+        pack([Trainable(rollout_index=3, paths=(path([1, 2], [0]),))], 10)
+
+
+def test_entries_that_do_not_ascend_are_refused():
+    with pytest.raises(ValueError, match="do not ascend"):
+        pack([Trainable(rollout_index=3, paths=(path([1, 2, 3], [2, 1]),))], 10)
+
+
+def test_a_budget_below_the_alignment_is_refused():
+    with pytest.raises(ValueError, match="below align"):
+        pack([], budget_tokens=3, align=4)
+
+
+def test_nothing_gives_no_forest():
+    assert pack([], 10) == ()
