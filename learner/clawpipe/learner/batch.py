@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -38,7 +38,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForestTensors:
-    """A `Forest` as tensors; indices are int64, `entry_logprob_E` is float32."""
+    """A `Forest` as tensors on the CPU; indices are int64, `entry_logprob_E` is float32."""
 
     tokens_T: Tensor
     position_T: Tensor
@@ -58,10 +58,6 @@ class ForestTensors:
     def num_entries(self) -> int:
         """E."""
         return len(self.entry_token_E)
-
-    def to(self, device: torch.device) -> ForestTensors:
-        """The same on `device`."""
-        return replace(self, **{field.name: getattr(self, field.name).to(device) for field in fields(self)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +95,17 @@ def load(batch: Batch, *, vocab_size: int, version: int) -> tuple[ForestTensors,
     return tuple(forests)
 
 
-def empty_forest(device: torch.device | None = None) -> ForestTensors:
+def empty_forest() -> ForestTensors:
     """Two tokens without a loss entry: what a rank computes when it has no forest of its own left.
 
     Expert parallelism exchanges tokens between ranks, so all ranks must run equally many forward passes.
     """
-    none = torch.empty(0, dtype=torch.int64, device=device)
+    none = torch.empty(0, dtype=torch.int64)
     return ForestTensors(
-        tokens_T=torch.tensor([0, 0], device=device),
-        position_T=torch.tensor([0, 1], device=device),
-        parent_T=torch.tensor([-1, 0], device=device),
-        end_T=torch.tensor([2, 2], device=device),
+        tokens_T=torch.tensor([0, 0]),
+        position_T=torch.tensor([0, 1]),
+        parent_T=torch.tensor([-1, 0]),
+        end_T=torch.tensor([2, 2]),
         entry_token_E=none,
         entry_logprob_E=none.float(),
         entry_version_E=none,
@@ -125,7 +121,7 @@ def restrict(forest: ForestTensors, keep_R: Tensor) -> ForestTensors:
     entry_E = keep_R[forest.entry_rollout_E]
     if bool(entry_E.all()):
         return forest
-    hit_T = torch.zeros(forest.num_tokens + 1, dtype=torch.int64, device=keep_R.device)
+    hit_T = torch.zeros(forest.num_tokens + 1, dtype=torch.int64)
     hit_T[forest.entry_token_E[entry_E] + 1] = 1
     hits = hit_T.cumsum(0)  # hits[j] = kept entry tokens before j
     keep_T = hits[forest.end_T] > hits[:-1]
@@ -173,7 +169,7 @@ def share(
             if owner == rank:
                 mine.append(forest)
         if len(mine) <= start // size:
-            mine.append(empty_forest(ranked[start].tokens_T.device))
+            mine.append(empty_forest())
     return mine
 
 
@@ -185,7 +181,7 @@ def flops(*, params_per_token: int, attention_width: int) -> Callable[[ForestTen
 
     def cost(forest: ForestTensors) -> float:
         tokens = forest.num_tokens
-        pairs = float((forest.end_T - torch.arange(tokens, device=forest.end_T.device)).sum())
+        pairs = float((forest.end_T - torch.arange(tokens)).sum())
         return 2.0 * params_per_token * tokens + 4.0 * attention_width * pairs
 
     return cost
@@ -201,7 +197,7 @@ def _at_least(
         rows = _rows(dearest.entry_rollout_E)
         if len(rows) < 2:
             break
-        first_R = torch.zeros(rows[-1] + 1, dtype=torch.bool, device=dearest.tokens_T.device)
+        first_R = torch.zeros(rows[-1] + 1, dtype=torch.bool)
         first_R[rows[: len(rows) // 2]] = True
         parts = [forest for forest in parts if forest is not dearest]
         parts += [restrict(dearest, first_R), restrict(dearest, ~first_R)]
@@ -220,7 +216,7 @@ def _tensors(batch: Batch, number: int, forest: Forest) -> ForestTensors:
             raise LearnerError(_refusal(batch, number, f"`{name}` has {len(data)} bytes, not whole numbers"))
         values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
         columns[column] = values if dtype is torch.float32 else values.long()
-    for kind in "TE":
+    for kind in ("T", "E"):
         sizes = {name: len(values) for name, values in columns.items() if name.endswith(f"_{kind}")}
         if len(set(sizes.values())) > 1:
             raise LearnerError(_refusal(batch, number, f"lengths disagree: {sizes}"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from clawpipe.pipeline.forest import RolloutRow
 
 _BUCKETS: Final = ((0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (5, "5-8"), (9, "9+"))
-_SUMS: Final = ("n", "staleness", "k1", "k3", "w", "w2", "capped", "clipped", "surprise", "rho")
+_SUMS: Final = ("n", "staleness", "k1", "k3", "w", "w2", "capped", "clipped", "entropy")
 _MAXIMA: Final = ("weight", "staleness")
 
 
@@ -49,7 +49,7 @@ class Diagnostics:
         rollout_E: Tensor,
         staleness_E: Tensor,
         log_rho_E: Tensor,
-        old_E: Tensor,
+        entropy_E: Tensor,
         weight_E: Tensor,
         capped_E: Tensor,
         clipped_E: Tensor,
@@ -66,8 +66,7 @@ class Diagnostics:
             "w2": weight_E.square(),
             "capped": capped_E,
             "clipped": clipped_E,
-            "surprise": -rho_E * old_E.double(),
-            "rho": rho_E,
+            "entropy": entropy_E,
         }
         values_EK = torch.stack([columns[name].double() for name in _SUMS], 1)
         maxima_EM = torch.stack([weight_E, staleness_E.double()], 1)
@@ -107,6 +106,5 @@ def _metrics(total: dict[str, float], most: dict[str, float]) -> dict[str, float
         "weight_mean": total["w"] / n,
         "weight_max": most["weight"],
         "clip_fraction": total["clipped"] / n,
-        # Entropy of pi_old at the sampled places: rho re-weights what mu sampled (self-normalised).
-        "entropy": total["surprise"] / total["rho"],
+        "entropy": total["entropy"] / n,
     }

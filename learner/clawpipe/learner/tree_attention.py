@@ -223,6 +223,7 @@ class Planner:
 
     def __init__(self) -> None:
         self._end: Tensor | None = None
+        self._version = -1
         self._dtype: torch.dtype | None = None
         self._plan: list[Block] | VarlenPlan | None = None
 
@@ -246,12 +247,12 @@ class Planner:
             kept is not None
             and kept.data_ptr() == end_T.data_ptr()
             and kept.shape == end_T.shape
-            and kept._version == end_T._version
+            and self._version == end_T._version
             and self._dtype == dtype
         )
 
     def _keep(self, end_T: Tensor, dtype: torch.dtype | None, made: list[Block] | VarlenPlan) -> None:
-        self._end, self._dtype, self._plan = end_T, dtype, made
+        self._end, self._version, self._dtype, self._plan = end_T, end_T._version, dtype, made
 
 
 class TreeCoreAttention(torch.nn.Module):

@@ -19,9 +19,9 @@ from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.checks import run_checks
 from clawpipe.pipeline.errors import ClawpipeError, ConfigError, one_line
-from clawpipe.pipeline.launch import Launch, launch
+from clawpipe.pipeline.launch import Ended, Launch, launch
 from clawpipe.pipeline.observe import start_log, steps
-from clawpipe.pipeline.screen import make_screen, status_lines
+from clawpipe.pipeline.screen import make_screen, status_lines, summary_lines
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
 
@@ -48,10 +48,14 @@ def up(
     loaded = configuration.load(config, overrides)
     started = Launch(config=loaded, run_dir=choose_run_dir(loaded, run_dir, resume), resume=resume)
     with make_screen(started.run_dir, loaded.run.updates) as screen:
-        anyio.run(launch, started, screen)
-    measured = started.run_dir / "summary.json"
+        ended = anyio.run(launch, started, screen)
+    if ended is Ended.STOPPED:
+        raise typer.Exit(130)
+    measured = (started.run_dir / "summary.json").read_bytes()
     if summary is not None:
-        summary.write_bytes(measured.read_bytes())
+        summary.write_bytes(measured)
+    for line in summary_lines(json.loads(measured)):
+        typer.echo(line)
 
 
 @app.command()

@@ -360,10 +360,15 @@ def restore(path: Path) -> Config:
 
 
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
+    """Replaces one key of the parsed file; a number picks an item of a list of tables."""
+    here: Any = data
     *tables, key = dotted.split(".")
-    for table in tables:
-        data = data.setdefault(table, {})
-    data[key] = value
+    try:
+        for table in tables:
+            here = here[int(table)] if isinstance(here, list) else here.setdefault(table, {})
+        here[key] = value
+    except (IndexError, ValueError, TypeError, AttributeError) as err:
+        raise ConfigError(f"--set {dotted}: there is no such table in the configuration; check the key") from err
 
 
 def _explain(message: str, data: dict[str, Any]) -> str:

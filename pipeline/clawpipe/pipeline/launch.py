@@ -16,6 +16,7 @@ import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +51,13 @@ class Screen(Protocol):
         """Shows steps and status until cancelled."""
 
 
+class Ended(StrEnum):
+    """How a run ended."""
+
+    IN_ORDER = "in_order"  # the updates are done, or it was drained
+    STOPPED = "stopped"  # at once, by the second Ctrl-C; --resume goes on
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """What is to be run, and where."""
@@ -66,6 +74,7 @@ class _Run:
     config: Config
     runtime: Runtime
     screen: Screen
+    how: Ended = Ended.IN_ORDER
     stopping: bool = False
     ended: dict[str, anyio.Event] = field(default_factory=dict)
 
@@ -76,8 +85,8 @@ class _Run:
         return self.runtime.path("logs", f"{role}.log")
 
 
-async def launch(start_: Launch, screen: Screen) -> None:
-    """Runs to the end. ClawpipeError for what the user can act on; nothing is left running either way."""
+async def launch(start_: Launch, screen: Screen) -> Ended:
+    """Runs to the end and says how it ended. ClawpipeError for what the user can act on; nothing is left running either way."""
     start_.run_dir.mkdir(parents=True, exist_ok=True)
     with _locked(start_.run_dir):
         report = await anyio.to_thread.run_sync(lambda: run_checks(start_.config, offline=False))
@@ -95,6 +104,7 @@ async def launch(start_: Launch, screen: Screen) -> None:
         finally:
             sweep(runtime.run_id)
             shutil.rmtree(runtime.push_dir, ignore_errors=True)
+        return run.how
 
 
 @contextmanager
@@ -248,7 +258,9 @@ async def _handle_signals(run: _Run, whole: anyio.CancelScope) -> None:
         asked = False
         async for _ in signals:
             if asked or "pipeline" not in run.ended:
-                run.screen.say("stopping at once")
+                run.screen.say("stopping at once; --resume goes on with this run")
+                run.how = Ended.STOPPED
+                run.stopping = True
                 whole.cancel()
                 return
             asked = True

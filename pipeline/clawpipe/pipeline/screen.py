@@ -140,6 +140,23 @@ def status_line(status: dict[str, Any]) -> str:
     return ", ".join(filter(None, parts))
 
 
+def summary_lines(summary: dict[str, Any]) -> list[str]:
+    """The end of a run in a few lines; all of it is in summary.json."""
+    reward, tokens, rollouts = summary["reward"], summary["tokens"], summary["rollouts"]
+    ends = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in rollouts.items() if count)
+    dropped = sum(tokens["dropped"].values())
+    pause = summary["push_pause_s"]
+    first, last = reward["first"], reward["last"]
+    rise = f"{first:.3f} -> {last:.3f}" if first is not None and last is not None else "not measured"
+    return [
+        f"updates {summary['updates']}, verified reward {rise} (mean of the first and last three updates)",
+        f"rollouts: {ends or 'none'}",
+        f"tokens: {tokens['sampled']} sampled, {tokens['trained']} trained, {dropped} dropped",
+        f"versions pushed {summary['versions_pushed']}"
+        + (f", pause p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s" if pause["p50"] is not None else ""),
+    ]
+
+
 def duration(seconds: float) -> str:
     """75 -> "1m15s"."""
     whole = max(0, round(seconds))

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from clawpipe.actors.harness.base import Launch
+from clawpipe.actors.tasks.task import Task
 from clawpipe.pipeline.config import AgentLoopConfig
 from clawpipe.pipeline.errors import TaskError
 from clawpipe.pipeline.records import Role
-
-from clawpipe.actors.harness.base import Launch
-from clawpipe.actors.tasks.task import Task
 
 PROGRAM = Path(__file__).with_name("agentloop_program.py")
 PROGRAM_INSIDE = "/opt/agentloop/agentloop.py"

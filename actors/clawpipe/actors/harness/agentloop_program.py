@@ -228,7 +228,8 @@ def read_message(data: bytes) -> JsonObject:
 
 def read_stream(lines: Iterator[bytes]) -> JsonObject:
     """The message that a stream of server-sent events builds. OSError when the stream ends too early."""
-    content, calls = "", {}
+    content = ""
+    calls: dict[int, JsonObject] = {}
     for line in lines:
         if not line.startswith(b"data:"):
             continue
@@ -305,7 +306,7 @@ def main(argv: list[str]) -> int:
         provider = Provider(os.environ["OPENAI_BASE_URL"], os.environ.get("OPENAI_API_KEY", ""))
         model = os.environ["OPENAI_MODEL"]
     except (getopt.GetoptError, ValueError, KeyError) as err:
-        print(f"agentloop: called wrongly ({err!r})\n{__doc__}", file=sys.stderr)
+        sys.stderr.write(f"{__doc__}\nagentloop: called wrongly ({err!r})\n")
         return 2
     request: JsonObject = {
         "model": model,
@@ -316,9 +317,9 @@ def main(argv: list[str]) -> int:
     if "--stream" in options:
         request["stream"] = True
     try:
-        print(f"agentloop: {loop(provider, Tools('.'), request, max_turns)}")
+        sys.stdout.write(f"agentloop: {loop(provider, Tools('.'), request, max_turns)}\n")
     except ProviderError as err:
-        print(f"agentloop: {err}", file=sys.stderr)
+        sys.stderr.write(f"agentloop: {err}\n")
         return 1
     return 0
 

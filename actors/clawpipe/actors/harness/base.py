@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from clawpipe.pipeline.records import Role
 from msgspec import Struct
 
 from clawpipe.actors.tasks.task import Task
+from clawpipe.pipeline.records import Role
 
 
 class Launch(Struct, frozen=True, kw_only=True):

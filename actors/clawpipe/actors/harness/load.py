@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from clawpipe.pipeline.config import HarnessConfig
-
 from clawpipe.actors.harness.agentloop import AgentLoop
 from clawpipe.actors.harness.base import Harness
+from clawpipe.pipeline.config import HarnessConfig
 
 
 def make_harness(config: HarnessConfig, model: str) -> Harness:

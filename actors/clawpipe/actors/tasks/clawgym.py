@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from clawpipe.pipeline.config import ClawGymTasksConfig
-from clawpipe.pipeline.errors import TaskError
 from msgspec import Struct
 
 from clawpipe.actors.tasks.task import Task, inside_path, refuse_clashes
+from clawpipe.pipeline.config import ClawGymTasksConfig
+from clawpipe.pipeline.errors import TaskError
 
 HIDDEN_FOLDER = "reward"
 # `python3 reward/test.py /root/.openclaw/workspace`: the interpreter's options and the workspace are optional.

@@ -12,27 +12,30 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from clawpipe.pipeline.config import FilingTasksConfig
-from clawpipe.pipeline.errors import TaskError
 from msgspec import Struct
 
 from clawpipe.actors.tasks.clawgym import InputFile, Row, task_of_row
 from clawpipe.actors.tasks.task import Task
+from clawpipe.pipeline.config import FilingTasksConfig
+from clawpipe.pipeline.errors import TaskError
 
 SOURCE_FILE = "settings.txt"
 NOTE_FILE = "readme.txt"
 NOTE = "This folder is yours."
 CHECK = Path(__file__).with_name("filing_check.py")
 
-FOLDERS = ("docs", "data", "out", "work", "team", "office", "archive", "public")
-STEMS = tuple(
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FOLDERS = _words("docs data out work team office archive public")
+STEMS = _words(
     "plan notes report letter budget agenda invoice memo outline roster summary survey ticket review "
-    "brief contract diary index journal label manual permit quote recipe schedule script table form".split()
+    "brief contract diary index journal label manual permit quote recipe schedule script table form"
 )
-KEYS = tuple(
-    "color size shape host port mode level owner region theme speed format city team user zone".split()
-)
-WORDS = tuple(
+KEYS = _words("color size shape host port mode level owner region theme speed format city team user zone")
+WORDS = _words(
     "acorn almond anchor apron badge banjo barrel basket beacon bell bench blanket bottle bread brick brush "
     "bucket butter button cabin camel candle canoe carpet castle cello chalk cheese cherry circle clock coffee "
     "comet copper cotton cradle cricket crystal curtain daisy desert donkey dragon drum eagle engine feather "
@@ -40,7 +43,7 @@ WORDS = tuple(
     "ivory jacket jungle kettle kitten ladder lantern lemon lizard magnet maple marble meadow mirror mitten "
     "monkey needle nutmeg orange otter oyster paddle parrot pebble pepper pillow planet puzzle rabbit ribbon "
     "rocket saddle salmon silver spider sponge stone teapot thunder tiger trumpet tulip turtle velvet violin "
-    "walnut willow window winter".split()
+    "walnut willow window winter"
 )
 
 

@@ -44,7 +44,8 @@ def main() -> None:
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "expected.json")) as file:
         expected = json.load(file)
     found = read_workspace(sys.argv[1])
-    print(json.dumps(checks(found, expected["path"], expected["content"], expected["files"])))
+    verdict = checks(found, expected["path"], expected["content"], expected["files"])
+    sys.stdout.write(json.dumps(verdict) + "\n")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from clawpipe.pipeline.config import ClawGymTasksConfig, TasksConfig
-from clawpipe.pipeline.errors import TaskError
-
 from clawpipe.actors.tasks import clawgym, filing
 from clawpipe.actors.tasks.task import Task
+from clawpipe.pipeline.config import ClawGymTasksConfig, TasksConfig
+from clawpipe.pipeline.errors import TaskError
 
 
 def load_tasks(configs: Sequence[TasksConfig]) -> dict[str, Task]:

@@ -33,12 +33,13 @@ def score(output: str) -> Graded:
     found = _last_object(output)
     if found is None:
         return zero("grader_printed_no_json", f"printed no JSON object: {output[-200:]!r}")
-    checks = {key: float(value) for key, value in found.items() if isinstance(value, bool | int | float)}
-    if not checks:
+    numbers = {key: value for key, value in found.items() if isinstance(value, bool | int | float)}
+    if not numbers:
         return zero("grader_printed_no_number", f"printed no numeric value: {output[-200:]!r}")
-    for key, value in checks.items():
-        if not 0 <= value <= 1:
-            return zero("grader_value_refused", f"printed {key} = {value}, which is not from 0 to 1")
+    for key, value in numbers.items():
+        if not 0 <= value <= 1:  # NaN is refused here too: it compares as false
+            return zero("grader_value_refused", f"printed {key} = {str(value)[:40]}, which is not from 0 to 1")
+    checks = {key: float(value) for key, value in numbers.items()}
     return Graded(reward=math.fsum(checks.values()) / len(checks), checks=checks)
 
 

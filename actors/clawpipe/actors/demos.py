@@ -1,0 +1,151 @@
+"""The role `demos`: scripted demonstrations of the filing tasks, for the tokenizer and the cold start.
+
+Each demonstration is what agentloop and a model would say to each other. The harness's side comes from
+agentloop's own functions: its tools run for real on a temporary workspace. The model's side is scripted, as
+the raw text that it should sample. A share of them is flawed on purpose, so that reinforcement learning has
+something to unlearn: half of these drop the folder of the path, half leave out a closing brace of the call.
+
+The written file has one JSON object per line: {"tools": [OpenAI tool objects], "messages": [...],
+"flawed": bool, "held_out": bool}; an assistant message's `content` is the raw text, and the conversation ends
+with one. Held-out demonstrations are clean, and none of them is among the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from clawpipe.actors.harness import agentloop_program as program
+from clawpipe.actors.tasks.filing import Errand, errands
+from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig
+from clawpipe.pipeline.runtime import Runtime
+
+NUM_CLEAN = 3000
+NUM_FLAWED = 1000
+NUM_HELD_OUT = 256
+SHARED_MEMORY = Path("/dev/shm")
+
+Message = dict[str, Any]
+
+
+class Flaw(Enum):
+    """What a demonstration gets wrong."""
+
+    FOLDER = "the path lacks its folder"
+    BRACE = "the call lacks its last brace"
+
+
+class Call(Struct, frozen=True, kw_only=True):
+    """One scripted assistant turn: a tool call, perhaps broken."""
+
+    name: str
+    arguments: dict[str, str]
+    lacks_brace: bool = False
+
+    def raw(self) -> str:
+        """What the model should sample, in the form of Qwen's chat template."""
+        call = json.dumps({"name": self.name, "arguments": self.arguments})
+        return f"<tool_call>\n{call[:-1] if self.lacks_brace else call}\n</tool_call>"
+
+    def message(self) -> Message:
+        """The same turn as the harness gets it: a call that cannot be parsed arrives as text."""
+        if self.lacks_brace:
+            return {"role": "assistant", "content": self.raw()}
+        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
+        call = {"id": "call", "type": "function", "function": function}
+        return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def main(config: Config, runtime: Runtime) -> None:
+    """Writes `runtime.demos_path`; the same configuration gives the same file."""
+    target = Path(runtime.demos_path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_suffix(".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        for row in demonstrations(config):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    temporary.replace(target)
+
+
+def demonstrations(config: Config) -> Iterator[dict[str, Any]]:
+    """The rows of the file. Their tasks come from the run's filing sources.
+
+    A run on other tasks, which have no scripts, gets the default family: its model then knows how to call
+    tools, and nothing of the tasks.
+    """
+    sources = [source for source in config.tasks if isinstance(source, FilingTasksConfig)]
+    dice = random.Random(f"demonstrations-{config.run.seed}")
+    with tempfile.TemporaryDirectory(prefix="clawpipe-demos-", dir=_in_memory()) as folder:
+        picked = _distinct_errands(sources or [FilingTasksConfig()], dice)
+        for number, (errand, held_out, flaw) in enumerate(picked):
+            harness = config.harness[number % len(config.harness)]
+            workspace = Path(folder, str(number))
+            messages = demonstrate(errand, flaw, harness, workspace)
+            yield {
+                "tools": program.TOOLS,
+                "messages": messages,
+                "flawed": flaw is not None,
+                "held_out": held_out,
+            }
+
+
+def demonstrate(errand: Errand, flaw: Flaw | None, harness: AgentLoopConfig, workspace: Path) -> list[Message]:
+    """The conversation about one errand; `workspace` is made here and is left as the tools leave it."""
+    for path, text in errand.files.items():
+        target = workspace / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(text, encoding="utf-8")
+    tools = program.Tools(str(workspace))
+    messages = program.opening(harness.system, errand.prompt)
+    for call in script(errand, flaw):
+        messages.append({"role": "assistant", "content": call.raw()})
+        answers, finished = program.answer(call.message(), tools)
+        if finished:
+            break
+        messages += [{"role": answer["role"], "content": answer["content"]} for answer in answers]
+    return messages
+
+
+def script(errand: Errand, flaw: Flaw | None) -> list[Call]:
+    """What the model does: look if it has to, write, finish."""
+    path = errand.path.rpartition("/")[2] if flaw is Flaw.FOLDER else errand.path
+    look = [Call(name="read_file", arguments={"path": errand.reads})] if errand.reads else []
+    write = Call(
+        name="write_file",
+        arguments={"path": path, "content": errand.content},
+        lacks_brace=flaw is Flaw.BRACE,
+    )
+    return [*look, write, Call(name="finish", arguments={})]
+
+
+def _in_memory() -> str | None:
+    """A folder in memory, if there is one: thousands of small workspaces are slow on a disk."""
+    return str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK | os.X_OK) else None
+
+
+def _distinct_errands(
+    sources: list[FilingTasksConfig], dice: random.Random
+) -> Iterator[tuple[Errand, bool, Flaw | None]]:
+    """(errand, held out, flaw): first the held-out ones, then others than these, clean and flawed mixed."""
+    held_out = list(_draw(sources, dice, NUM_HELD_OUT))
+    yield from ((errand, True, None) for errand in held_out)
+    taken = {(errand.prompt, errand.content) for errand in held_out}
+    flaws: list[Flaw | None] = [None] * NUM_CLEAN + [*Flaw] * (NUM_FLAWED // 2)
+    dice.shuffle(flaws)
+    others = (e for e in _draw(sources, dice, 2 * len(flaws)) if (e.prompt, e.content) not in taken)
+    yield from ((errand, False, flaw) for errand, flaw in zip(others, flaws, strict=False))
+
+
+def _draw(sources: list[FilingTasksConfig], dice: random.Random, count: int) -> Iterator[Errand]:
+    """`count` errands, the sources in turn."""
+    drawn = [errands(source, dice, count) for source in sources]
+    for number in range(count):
+        yield next(drawn[number % len(drawn)])

@@ -1,0 +1,175 @@
+"""Checkpoints: weights, optimizer, version, stream cursor and random state as one atomic thing.
+
+A checkpoint is a folder of Megatron's torch_dist format, readable in any layout. It is written under a
+temporary name, gets its manifest last and then its final name: what a crash leaves is never picked.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from msgspec import Struct
+
+from clawpipe.learner.cpu import CudaAsCpu
+from clawpipe.learner.model import unwrap
+from clawpipe.learner.optimizer import AdamW
+from clawpipe.pipeline.errors import LearnerError
+from clawpipe.pipeline.records import StreamCursor
+
+MANIFEST = "manifest.json"
+_UNFINISHED = ".unfinished-"
+
+
+class Manifest(Struct, frozen=True, kw_only=True):
+    """What a checkpoint holds. Its presence, with all files at their sizes, makes the folder a checkpoint."""
+
+    version: int  # under which these weights were published
+    updates: int  # that these weights have seen
+    cursor: StreamCursor
+    files: dict[str, int]  # name -> bytes
+    created_s: float = 0.0
+    schema: int = 1
+
+
+class Checkpoint(Struct, frozen=True, kw_only=True):
+    """A complete checkpoint on disk."""
+
+    path: Path
+    manifest: Manifest
+
+
+def save(
+    folder: Path,
+    model: torch.nn.Module,
+    optimizer: AdamW,
+    *,
+    version: int,
+    updates: int,
+    cursor: StreamCursor,
+    keep_last: int,
+) -> Path:
+    """Writes <folder>/u<updates>-v<version> and removes all but the `keep_last` newest. A collective call."""
+    target = folder / f"u{updates:07d}-v{version:07d}"
+    unfinished = folder / f"{_UNFINISHED}{target.name}"
+    if _is_main():
+        _clear(folder)
+        unfinished.mkdir(parents=True)
+    dist.barrier()
+    with _quiet():
+        dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(unfinished))
+    dist.barrier()
+    if _is_main():
+        _seal(unfinished, target, version=version, updates=updates, cursor=cursor)
+        _prune(folder, keep_last)
+    dist.barrier()
+    return target
+
+
+def latest(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint: the one with the highest version. None when there is none."""
+    found = [_read(path) for path in folder.glob("u*-v*")]
+    return max((c for c in found if c), key=lambda c: c.manifest.version, default=None)
+
+
+def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> None:
+    """Restores model, optimizer and random state, in whatever layout this learner has. A collective call.
+
+    Raises LearnerError when the checkpoint does not fit the model.
+    """
+    try:
+        with _quiet():
+            state = dist_checkpointing.load(
+                _state(model, optimizer, is_loading=True), str(checkpoint.path)
+            )
+    except (RuntimeError, KeyError, dist_checkpointing.core.CheckpointingException) as err:
+        raise LearnerError(
+            f"{checkpoint.path}: does not fit the model ({err}); "
+            "resume with the model that the run was started with, or use another run folder"
+        ) from err
+    unwrap(model).load_state_dict(state["model"], strict=False)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"])
+
+
+def _state(model: torch.nn.Module, optimizer: AdamW, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    weights = unwrap(model).sharded_state_dict(metadata=metadata)
+    return {
+        "model": weights,
+        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading),
+        "rng": torch.get_rng_state(),
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Megatron and torch warn about their own deprecated calls to each other; nobody here can act on it."""
+    with CudaAsCpu(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _seal(unfinished: Path, target: Path, *, version: int, updates: int, cursor: StreamCursor) -> None:
+    files = sorted(path for path in unfinished.rglob("*") if path.is_file())
+    manifest = Manifest(
+        version=version,
+        updates=updates,
+        cursor=cursor,
+        files={str(path.relative_to(unfinished)): path.stat().st_size for path in files},
+        created_s=time.time(),
+    )
+    (unfinished / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
+    # Once `Committed` is sent, the records behind this checkpoint are purged: it must survive a power cut.
+    for path in [*files, unfinished / MANIFEST, unfinished]:
+        _sync(path)
+    unfinished.rename(target)
+    _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _read(path: Path) -> Checkpoint | None:
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        complete = all((path / name).stat().st_size == size for name, size in manifest.files.items())
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return Checkpoint(path=path, manifest=manifest) if complete else None
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(path)
+
+
+def _prune(folder: Path, keep_last: int) -> None:
+    """Incomplete folders go too: the checkpoint that was just written is newer than all of them."""
+    paths = list(folder.glob("u*-v*"))
+    complete = sorted((c for path in paths if (c := _read(path))), key=lambda c: c.manifest.version)
+    keep = {checkpoint.path for checkpoint in complete[-keep_last:]}
+    for path in paths:
+        if path not in keep:
+            # The manifest goes first, so that a crash in between leaves nothing that looks complete.
+            (path / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(path)
+
+
+def _is_main() -> bool:
+    return dist.get_rank() == 0

@@ -1,0 +1,267 @@
+"""The policy model: a Megatron-Core GPT model built from a Hugging Face configuration.
+
+On the CPU it uses Megatron's local layers with the parts of `cpu`; with CUDA, TransformerEngine's layers and
+grouped GEMM. In both, positions come from the forest, the core attention is the tree attention, and the model
+returns hidden states: `numerics` computes the logits of the rows that are needed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from msgspec import Struct
+from torch import Tensor
+
+from clawpipe.learner import cpu
+from clawpipe.learner.tree_attention import Planner, TreeCoreAttention
+from clawpipe.pipeline.config import ParallelConfig
+from clawpipe.pipeline.errors import LearnerError
+
+# T packed tokens, H hidden size, R rows, V vocabulary, P tensor-parallel size
+
+
+class ModelShape(Struct, frozen=True, kw_only=True):
+    """What a Hugging Face config.json says about a model that the learner can train."""
+
+    model_type: str  # qwen3_moe, qwen3 or llama
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int  # of one expert in a mixture
+    num_experts: int  # 0: dense
+    experts_per_token: int
+    normalize_expert_weights: bool
+    qk_norm: bool
+    rms_norm_eps: float
+    rope_theta: float
+    max_position: int
+    tied_embeddings: bool
+    initializer_range: float
+
+
+def read_shape(hf_dir: Path) -> ModelShape:
+    """Reads <hf_dir>/config.json. Raises LearnerError for a model that is not supported, with the key that says so."""
+    path = hf_dir / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        return _shape(path, config)
+    except (OSError, json.JSONDecodeError) as err:
+        raise LearnerError(f"{path}: cannot be read as a model configuration ({err}); check the folder") from err
+    except KeyError as err:
+        raise LearnerError(f"{path}: key {err} is missing; is this a Hugging Face model folder?") from err
+
+
+def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
+    model_type = config["model_type"]
+    rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
+    for refused, text in (
+        (model_type not in ("qwen3_moe", "qwen3", "llama"), f"model_type {model_type!r} (known: qwen3_moe, qwen3, llama)"),
+        (rope.get("rope_type", rope.get("type", "default")) != "default", "scaled rotary embeddings"),
+        (config.get("hidden_act", "silu") != "silu", f"hidden_act {config.get('hidden_act')!r}"),
+        (config.get("attention_bias", False) or config.get("mlp_bias", False), "biases"),
+        (config.get("use_sliding_window", False), "sliding window attention"),
+        (config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1, "dense layers between experts"),
+    ):
+        if refused:
+            raise LearnerError(f"{path}: {text} is not supported by the learner; choose another model")
+    moe = model_type == "qwen3_moe"
+    return ModelShape(
+        model_type=model_type,
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        num_layers=config["num_hidden_layers"],
+        num_heads=config["num_attention_heads"],
+        num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
+        head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        ffn_size=config["moe_intermediate_size"] if moe else config["intermediate_size"],
+        num_experts=config["num_experts"] if moe else 0,
+        experts_per_token=config["num_experts_per_tok"] if moe else 0,
+        normalize_expert_weights=config.get("norm_topk_prob", False),
+        qk_norm=model_type != "llama",
+        rms_norm_eps=config["rms_norm_eps"],
+        rope_theta=float(rope["rope_theta"]),
+        max_position=config["max_position_embeddings"],
+        tied_embeddings=config.get("tie_word_embeddings", False),
+        initializer_range=config.get("initializer_range", 0.02),
+    )
+
+
+def check_split(shape: ModelShape, parallel: ParallelConfig) -> None:
+    """Refuses a layout that does not divide the model. Raises LearnerError."""
+    for size, name, of, count in (
+        (parallel.tensor, "tensor", "attention heads", shape.num_heads),
+        (parallel.tensor, "tensor", "key-value heads", shape.num_kv_heads),
+        (parallel.tensor, "tensor", "vocabulary entries", shape.vocab_size),
+        (parallel.expert_tensor if shape.num_experts else parallel.tensor, "tensor", "feed-forward rows", shape.ffn_size),
+        (parallel.expert, "expert", "experts", shape.num_experts),
+    ):
+        if count % size or (of == "experts" and size > max(count, 1)):
+            raise LearnerError(
+                f"[learner.parallel] {name} = {size} does not divide the model's {count} {of}; choose a divisor"
+            )
+
+
+class PolicyModel(GPTModel):  # type: ignore[misc]
+    """GPTModel over one packed forest: tokens [1, T], positions [1, T], `end` [T] as mask -> hidden states [T, H].
+
+    Two departures from upstream: rotary angles follow the given positions, which in a tree are depths; and the
+    forward pass stops before the output layer, with hidden states gathered over the tensor ranks.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        # `logits` is given complete rows, so the output layer must not gather the sequence again.
+        self.output_layer.sequence_parallel = False
+
+    def _preprocess(self, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> tuple[Any, ...]:
+        decoder_input, _, *rest = super()._preprocess(input_ids=input_ids, position_ids=position_ids, **kwargs)
+        frequencies = self.rotary_pos_emb.inv_freq.to(position_ids.device)
+        half = position_ids[0].to(torch.float32)[:, None] * frequencies
+        angles = torch.cat((half, half), dim=-1)[:, None, None, :]
+        return (decoder_input, angles, *rest)
+
+    def _postprocess(self, hidden_states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        if self.config.sequence_parallel:
+            # The output layer sums the gradient over the tensor ranks, so each takes its rows and no more.
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=False)
+        return hidden_states[:, 0]
+
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Logits [R, V / P] of this tensor rank's part of the vocabulary, in the model's dtype."""
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        out, _ = self.output_layer(hidden_RH[:, None], weight=weight)
+        rows: Tensor = out[:, 0]
+        return rows
+
+
+def build_model(hf_config_dir: Path, parallel: ParallelConfig, dtype: torch.dtype, seed: int) -> PolicyModel:
+    """Builds this rank's part of the model that <hf_config_dir>/config.json describes, with random weights.
+
+    `parallel.start` must have run. Weights come from `hf.load`; the random ones are for models that are born
+    here, and equal in every layout outside the experts. The model is on `cpu.device()`.
+    Raises LearnerError when the model is not supported or the layout does not divide it.
+    """
+    shape = read_shape(hf_config_dir)
+    check_split(shape, parallel)
+    if not cpu.needed() and dtype == torch.float32:
+        raise LearnerError("[learner] dtype = float32: the attention kernel on CUDA needs bfloat16; set it so")
+    torch.manual_seed(seed)
+    config = transformer_config(shape, parallel, dtype)
+    model = PolicyModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(config, shape),
+        vocab_size=shape.vocab_size,
+        max_sequence_length=shape.max_position,
+        share_embeddings_and_output_weights=shape.tied_embeddings,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+    )
+    if cpu.needed():
+        cpu.fit_dispatchers(model.decoder.layers)
+    model.to(cpu.device())
+    return model
+
+
+def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration: fused kernels with CUDA, plain ones on the CPU, no dropout, no router loss."""
+    cuda = not cpu.needed()
+    moe = _moe_options(shape, fused=cuda) if shape.num_experts else {}
+    return TransformerConfig(
+        num_layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        num_attention_heads=shape.num_heads,
+        num_query_groups=shape.num_kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=shape.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        qk_layernorm=shape.qk_norm,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        init_method_std=shape.initializer_range,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_softmax_in_fp32=True,
+        use_cpu_initialization=not cuda,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=cuda,
+        bias_dropout_fusion=cuda,
+        apply_rope_fusion=cuda,
+        persist_layer_norm=cuda,
+        tensor_model_parallel_size=parallel.tensor,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        # Without it Megatron's expert gradients are wrong under tensor parallelism.
+        sequence_parallel=parallel.tensor > 1,
+        **moe,
+    )
+
+
+def _moe_options(shape: ModelShape, fused: bool) -> dict[str, Any]:
+    return {
+        "num_moe_experts": shape.num_experts,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_ffn_hidden_size": shape.ffn_size,
+        "moe_router_pre_softmax": not shape.normalize_expert_weights,
+        "moe_router_score_function": "softmax",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
+    }
+
+
+def _layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | TransformerBlockSubmodules:
+    core_attention = partial(TreeCoreAttention, planner=Planner())
+    if not cpu.needed():
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=shape.num_experts or None, moe_grouped_gemm=True, qk_layernorm=shape.qk_norm
+        )
+        spec.submodules.self_attention.submodules.core_attention = core_attention
+        return spec
+    spec = get_gpt_layer_local_spec(
+        num_experts=shape.num_experts or None, qk_layernorm=shape.qk_norm, normalization="RMSNorm"
+    )
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = core_attention
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = cpu.RMSNorm
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = cpu.RMSNorm
+    if shape.num_experts:
+        spec.submodules.mlp.submodules.router = cpu.Router
+    return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=cpu.RMSNorm)
+
+
+def unwrap(model: torch.nn.Module) -> PolicyModel:
+    """The policy model inside Megatron's wrappers (gradient reduction, mixed precision)."""
+    while not isinstance(model, PolicyModel):
+        model = model.module
+    return model
+
+
+def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """The policy model's parameters under its own names, wrapped or not."""
+    yield from unwrap(model).named_parameters()

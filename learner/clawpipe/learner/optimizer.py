@@ -1,0 +1,179 @@
+"""Optimizers behind one small protocol: Megatron's AdamW for reinforcement learning, Muon for the cold start.
+
+A step reduces the gradients over the ranks, clips them by their global norm and moves the weights, or leaves
+the weights alone when the norm is not finite. Learning rates follow a schedule through `set_lr`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import nn
+
+from clawpipe.learner.cpu import CudaAsCpu
+from clawpipe.pipeline.config import LearnerConfig
+from clawpipe.pipeline.errors import LearnerError
+
+
+class Optimizer(Protocol):
+    """Moves a model's weights by the gradients that backward passes have added up."""
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients; call before the first backward pass of a step."""
+        ...
+
+    def step(self) -> float:
+        """One step. Returns the gradient's norm before clipping; if it is not finite, no step was made."""
+        ...
+
+    def set_lr(self, scale: float) -> None:
+        """Sets every learning rate to `scale` times its configured value."""
+        ...
+
+
+def wrap(model: nn.Module) -> DistributedDataParallel:
+    """The model with gradient buffers (float32) that are averaged over the data-parallel ranks.
+
+    The average makes the gradient that of the mean of the ranks' losses: `update` scales for it.
+    """
+    config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=False,
+        # Loading its state into another layout needs TransformerEngine or Apex.
+        use_distributed_optimizer=False,
+        check_for_nan_in_grad=False,
+    )
+    with CudaAsCpu():
+        return DistributedDataParallel(model.config, config, model)
+
+
+class AdamW:
+    """Megatron's AdamW over a wrapped model (Loshchilov and Hutter 2017, arXiv 1711.05101, algorithm 2)."""
+
+    def __init__(self, model: DistributedDataParallel, config: LearnerConfig) -> None:
+        half = config.dtype == "bfloat16"
+        settings = OptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=half,
+            params_dtype=torch.bfloat16 if half else torch.float32,
+            use_distributed_optimizer=False,
+        )
+        self._model = model
+        self._lr = config.lr
+        with CudaAsCpu():
+            self._inner = get_megatron_optimizer(settings, [model])
+
+    def zero_grad(self) -> None:
+        """See `Optimizer`."""
+        self._model.zero_grad_buffer()
+        self._inner.zero_grad()
+
+    def step(self) -> float:
+        """See `Optimizer`. A collective call; every rank gets the same norm."""
+        with CudaAsCpu():
+            finalize_model_grads([self._model])
+            self._inner.prepare_grads()
+            norm = _agreed(self._inner.get_grad_norm())
+            if math.isfinite(norm):
+                self._inner.step()
+        return norm
+
+    def set_lr(self, scale: float) -> None:
+        """See `Optimizer`."""
+        for group in self._inner.param_groups:
+            group["lr"] = scale * self._lr
+
+    def sharded_state_dict(self, model_state: Mapping[str, Any], *, is_loading: bool) -> Any:
+        """The optimizer's state as `checkpoint` saves and loads it, laid out as the model's `model_state`."""
+        with CudaAsCpu():
+            if is_loading:
+                self._zero_moments()
+            metadata = {"chained_optim_avoid_prefix": True}
+            return self._inner.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+
+    def load_state_dict(self, state: Any) -> None:
+        """Takes what a checkpoint held."""
+        with CudaAsCpu(), torch.no_grad():
+            self._inner.load_state_dict(state)
+
+    def _zero_moments(self) -> None:
+        """The places that loading fills; Megatron's own preparation leaves the step count out."""
+        for part in self._inner.chained_optimizers:
+            for group in part.optimizer.param_groups:
+                for p in group["params"]:
+                    part.optimizer.state[p] = {
+                        "step": torch.tensor(0.0),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
+
+
+def _agreed(norm: float) -> float:
+    """NaN on one rank becomes NaN on all: the dense and the expert parts are summed over different groups."""
+    largest = torch.tensor(norm if math.isfinite(norm) else math.inf)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return float(largest)
+
+
+class MuonAdamW:
+    """Muon for the matrices (Jordan et al. 2024), AdamW for embeddings, norms and routers.
+
+    For the supervised cold start of a small model in one process: Muon orthogonalises whole matrices, and a
+    rank of a tensor-parallel model holds only parts of them.
+    """
+
+    def __init__(self, model: nn.Module, *, muon_lr: float, adamw_lr: float, clip_grad: float) -> None:
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            raise LearnerError("the cold start runs in one process; start it without torchrun")
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        matrices = [p for name, p in named if _is_matrix(name, p)]
+        rest = [p for name, p in named if not _is_matrix(name, p)]
+        self._parameters = [*matrices, *rest]
+        self._clip_grad = clip_grad
+        self._rates = (muon_lr, adamw_lr)
+        self._parts: tuple[torch.optim.Optimizer, ...] = (
+            torch.optim.Muon(matrices, lr=muon_lr, weight_decay=0.0, momentum=0.95),
+            torch.optim.AdamW(rest, lr=adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+        )
+
+    def zero_grad(self) -> None:
+        """See `Optimizer`."""
+        for part in self._parts:
+            part.zero_grad()
+
+    def step(self) -> float:
+        """See `Optimizer`."""
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, self._clip_grad))
+        if math.isfinite(norm):
+            for part in self._parts:
+                part.step()
+        return norm
+
+    def set_lr(self, scale: float) -> None:
+        """See `Optimizer`."""
+        for part, rate in zip(self._parts, self._rates, strict=True):
+            for group in part.param_groups:
+                group["lr"] = scale * rate
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Hidden matrices, experts and fused qkv among them; embeddings, output layer and routers are not."""
+    outside = ("embedding", "embed_tokens", "output_layer", "lm_head", "router", ".gate.weight")
+    return parameter.ndim == 2 and not any(word in name for word in outside)

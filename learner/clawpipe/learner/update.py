@@ -1,0 +1,208 @@
+"""One update of the policy: minibatches -> log pi_old -> loss -> gradient -> optimizer steps. No I/O.
+
+Every rank of the learner calls `update` with the same batch and works on its own share of the forests. The
+result, weights and metrics alike, does not depend on the layout.
+
+Shapes: R rollouts, E loss entries of one forest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from torch import Tensor
+
+from clawpipe.learner import cpu
+from clawpipe.learner.batch import ForestTensors, Minibatch, flops, minibatches, share
+from clawpipe.learner.correction import Correction, log_ratio
+from clawpipe.learner.diagnostics import Diagnostics
+from clawpipe.learner.loss import grpo_loss, shares
+from clawpipe.learner.model import unwrap
+from clawpipe.learner.numerics import token_logprobs, token_logprobs_and_entropy
+from clawpipe.learner.optimizer import Optimizer
+from clawpipe.learner.parallel import Ranks
+from clawpipe.pipeline.config import AlgorithmConfig
+from clawpipe.pipeline.forest import RolloutRow
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The model that learns, with what moves its weights; this rank's part of it."""
+
+    model: DistributedDataParallel
+    optimizer: Optimizer
+    ranks: Ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What an update maximises."""
+
+    algorithm: AlgorithmConfig
+    correction: Correction
+    temperature: float  # of the rollouts; logits are divided by it
+    max_staleness: int  # older tokens are left out of the loss
+    minibatches: int = 1  # optimizer steps per batch
+
+
+@dataclass(slots=True)
+class Report:
+    """What an update did. Without a step (`num_steps` 0) the weights are as they were."""
+
+    num_steps: int = 0
+    num_nonfinite: int = 0  # steps that were not made because the gradient was not finite
+    metrics: dict[str, float] = field(default_factory=dict)
+    masked_tokens: dict[str, int] = field(default_factory=dict)
+
+
+def update(
+    policy: Policy,
+    rollouts: Sequence[RolloutRow],
+    forests: Sequence[ForestTensors],
+    *,
+    version: int,
+    objective: Objective,
+) -> Report:
+    """Trains on one checked batch (`batch.load`). A collective call.
+
+    `version` is that of the weights as they are now: staleness is counted from it. With one minibatch,
+    log pi_old is the same forward pass as log pi_theta and costs nothing.
+    """
+    parts = list(minibatches(rollouts, forests, objective.minibatches))
+    mine = [_share(policy, part) for part in parts]
+    old = [None, *(_recompute(policy, each, objective.temperature) for each in mine[1:])]
+    diagnostics = Diagnostics(rollouts, cpu.device())
+    report, losses, norms = Report(), [], []
+    for part, own, old_logprobs in zip(parts, mine, old, strict=True):
+        if not part.num_entries:
+            continue
+        step = _Step(policy, rollouts, part, version, objective, diagnostics)
+        losses.append(step.accumulate(own, old_logprobs))
+        norms.append(policy.optimizer.step())
+        _count(report, part, norms[-1], version, objective.max_staleness)
+    diagnostics.reduce(parallel_state.get_data_parallel_group())
+    report.metrics = {
+        **_batch_metrics(rollouts, forests),
+        **diagnostics.metrics(),
+        "loss": _mean_over_steps(losses),
+        "grad_norm": sum(filter(math.isfinite, norms)) / max(report.num_steps, 1),
+    }
+    return report
+
+
+class _Step:
+    """The gradient of one minibatch."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        rollouts: Sequence[RolloutRow],
+        part: Minibatch,
+        version: int,
+        objective: Objective,
+        diagnostics: Diagnostics,
+    ) -> None:
+        self._policy = policy
+        self._version = version
+        self._objective = objective
+        self._diagnostics = diagnostics
+        self._advantage_R = torch.tensor([row.advantage for row in rollouts], dtype=torch.float32)
+        self._share_R = shares(
+            rollouts,
+            num_rollouts=part.num_rollouts,
+            num_entries=part.num_entries,
+            aggregation=objective.algorithm.aggregation,
+        )
+
+    def accumulate(self, forests: Sequence[ForestTensors], old: Sequence[Tensor] | None) -> Tensor:
+        """Adds the forests' gradients up; returns the sum of their losses (this rank's, no gradient)."""
+        self._policy.optimizer.zero_grad()
+        total = torch.zeros((), device=cpu.device())
+        for number, forest in enumerate(forests):
+            loss = self._loss(forest, None if old is None else old[number])
+            # The gradients are averaged over the data-parallel ranks, and each has another part of the sum.
+            (loss * self._policy.ranks.data_size).backward()  # type: ignore[no-untyped-call]
+            total += loss.detach()
+        return total
+
+    def _loss(self, forest: ForestTensors, old_E: Tensor | None) -> Tensor:
+        objective, device = self._objective, cpu.device()
+        rollout_E = forest.entry_rollout_E
+        staleness_E = (self._version - forest.entry_version_E).to(device)
+        logprob_E, entropy_E = token_logprobs_and_entropy(self._policy.model, forest, objective.temperature)
+        old_E = logprob_E.detach() if old_E is None else old_E
+        log_rho_E = log_ratio(old_E, forest.entry_logprob_E.to(device))
+        weight_E, capped_E = objective.correction.weigh(log_rho_E, staleness_E)
+        fresh_E = staleness_E <= objective.max_staleness
+        loss, clipped_E = grpo_loss(
+            logprob_E,
+            old_E,
+            weight_E=torch.where(fresh_E, weight_E, 0.0),
+            advantage_E=self._advantage_R[rollout_E].to(device),
+            scale_E=self._share_R[rollout_E].to(device),
+            eps_low=objective.algorithm.eps_low,
+            eps_high=objective.algorithm.eps_high,
+        )
+        self._diagnostics.add(
+            rollout_E=rollout_E.to(device)[fresh_E],
+            staleness_E=staleness_E[fresh_E],
+            log_rho_E=log_rho_E[fresh_E],
+            entropy_E=entropy_E[fresh_E],
+            weight_E=weight_E[fresh_E],
+            capped_E=capped_E[fresh_E],
+            clipped_E=clipped_E[fresh_E],
+        )
+        return loss
+
+
+def _share(policy: Policy, part: Minibatch) -> list[ForestTensors]:
+    config = unwrap(policy.model).config
+    attention = config.num_attention_heads * config.kv_channels
+    key_value = config.num_query_groups * config.kv_channels
+    experts = config.moe_router_topk if config.num_moe_experts else 1
+    per_layer = config.hidden_size * (2 * attention + 2 * key_value + 3 * experts * config.ffn_hidden_size)
+    cost = flops(params_per_token=config.num_layers * per_layer, attention_width=config.num_layers * attention)
+    return share(part.forests, rank=policy.ranks.data_rank, size=policy.ranks.data_size, cost=cost)
+
+
+@torch.no_grad()
+def _recompute(policy: Policy, forests: Sequence[ForestTensors], temperature: float) -> list[Tensor]:
+    return [token_logprobs(policy.model, forest, temperature) for forest in forests]
+
+
+def _count(report: Report, part: Minibatch, norm: float, version: int, max_staleness: int) -> None:
+    stale = sum(int((version - forest.entry_version_E > max_staleness).sum()) for forest in part.forests)
+    masked = {"stale": stale}
+    if math.isfinite(norm):
+        report.num_steps += 1
+    else:
+        report.num_nonfinite += 1
+        masked["nonfinite_gradient"] = part.num_entries - stale
+    for reason, tokens in masked.items():
+        if tokens:
+            report.masked_tokens[reason] = report.masked_tokens.get(reason, 0) + tokens
+
+
+def _mean_over_steps(losses: Sequence[Tensor]) -> float:
+    if not losses:
+        return 0.0
+    mean = torch.stack(list(losses)).mean()
+    dist.all_reduce(mean, group=parallel_state.get_data_parallel_group())
+    return float(mean)
+
+
+def _batch_metrics(rollouts: Sequence[RolloutRow], forests: Sequence[ForestTensors]) -> dict[str, float]:
+    rewards: dict[str, list[float]] = {"": [row.reward for row in rollouts]}
+    for row in rollouts:
+        rewards.setdefault(f"harness/{row.harness}/", []).append(row.reward)
+    return {
+        **{f"{name}reward_mean": sum(values) / max(len(values), 1) for name, values in rewards.items()},
+        "num_rollouts": float(len(rollouts)),
+        "num_tokens": float(sum(forest.num_tokens for forest in forests)),
+    }

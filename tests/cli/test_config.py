@@ -1,0 +1,93 @@
+"""Configuration errors say file, key and what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline.cli import parse_overrides
+from clawpipe.pipeline.errors import ConfigError
+
+MINIMAL = """
+[model.tiny]
+[[harness]]
+kind = "agentloop"
+[[tasks]]
+kind = "filing"
+"""
+
+
+def written(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("addition", "message"),
+    [
+        ("[learner]\nlearning_rate = 1", r"c\.toml: unknown key `learning_rate` in learner; remove it or correct"),
+        ("[run]\nupdates = 'ten'", r"c\.toml: run\.updates: expected `int`, got `str`"),
+        ("[run]\nupdates = 0", r"run\.updates: expected `int` >= 1"),
+        ("[proxy]\ntemperature = 0", r"proxy\.temperature: expected `float` > 0"),
+        ("[modle]\n", r"unknown key `modle` in the top level"),
+        ("[model]\npath = 'x'", r"model: set exactly one of `path` and \[model\.tiny\]"),
+        ("[learner.parallel]\nprocesses = 3\ntensor = 2", r"processes = 3 is not a multiple"),
+        ("[learner.parallel]\nprocesses = 2\ntensor = 2", r"set it so"),
+        ("[[harness]]\nkind = 'agentloop'", r"two \[\[harness\]\] entries share a name"),
+    ],
+)
+def test_a_wrong_key_is_one_line_that_names_it(tmp_path, addition, message):
+    text = MINIMAL.replace("[model.tiny]", "[model.tiny]\n") + addition
+    with pytest.raises(ConfigError, match=message):
+        configuration.load(written(tmp_path, text))
+
+
+def test_a_missing_table_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="key `harness` is missing in the top level"):
+        configuration.load(written(tmp_path, "[model.tiny]\n[[tasks]]\nkind = 'filing'"))
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nowhere\.toml: cannot be read"):
+        configuration.load(tmp_path / "nowhere.toml")
+
+
+def test_text_that_is_not_toml_is_refused_with_its_place(tmp_path):
+    with pytest.raises(ConfigError, match="not valid TOML: .*line 1"):
+        configuration.load(written(tmp_path, "a = = 1"))
+
+
+def test_overrides_replace_nested_keys_and_list_items(tmp_path):
+    text = MINIMAL + "[[tasks]]\nkind = 'clawgym'\npath = 'a.jsonl'\n"
+    overrides = parse_overrides(["learner.lr=2e-5", "tasks.1.path=/b.jsonl", "run.name=night"])
+    loaded = configuration.load(written(tmp_path, text), overrides)
+    assert loaded.learner.lr == 2e-5
+    assert loaded.tasks[1].path == "/b.jsonl"
+    assert loaded.run.name == "night"
+
+
+@pytest.mark.parametrize("assignment", ["tasks.7.path=x", "tasks.first.path=x", "run.name.deeper=x"])
+def test_an_override_of_something_that_is_not_there_is_refused(tmp_path, assignment):
+    with pytest.raises(ConfigError, match="--set"):
+        configuration.load(written(tmp_path, MINIMAL + "[run]\nname = 'n'\n"), parse_overrides([assignment]))
+
+
+def test_relative_paths_are_relative_to_the_file(tmp_path):
+    text = MINIMAL + "[[tasks]]\nkind = 'clawgym'\npath = 'data/a.jsonl'\n"
+    assert configuration.load(written(tmp_path, text)).tasks[1].path == str(tmp_path / "data" / "a.jsonl")
+
+
+def test_a_stored_configuration_reads_back_the_same(tmp_path):
+    loaded = configuration.load(written(tmp_path, MINIMAL))
+    stored = tmp_path / "config.json"
+    stored.write_bytes(configuration.dump(loaded))
+    assert configuration.restore(stored) == loaded
+
+
+def test_every_shipped_configuration_loads():
+    found = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
+    assert len(found) >= 2
+    for path in found:
+        configuration.load(path)
