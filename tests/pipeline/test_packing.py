@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from clawpipe.pipeline.forest import Forest
 from clawpipe.pipeline.packing import Path, Trainable, pack
 from clawpipe.pipeline.records import floats, ints
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def path(tokens, entries=(), logprobs=None, version=0):

@@ -25,7 +25,8 @@ from msgspec import Struct
 
 from clawpipe.actors.harness import agentloop_program as program
 from clawpipe.actors.tasks.filing import Errand, errands
-from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig
+from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, TinyModelConfig
+from clawpipe.pipeline.errors import TaskError
 from clawpipe.pipeline.runtime import Runtime
 
 NUM_CLEAN = 3000
@@ -82,7 +83,8 @@ def demonstrations(config: Config) -> Iterator[dict[str, Any]]:
     tools, and nothing of the tasks.
     """
     sources = [source for source in config.tasks if isinstance(source, FilingTasksConfig)]
-    dice = random.Random(f"demonstrations-{config.run.seed}")
+    tiny = config.model.tiny or TinyModelConfig()
+    dice = random.Random(f"demonstrations-{tiny.seed}")  # the seed is the model's: it is cached across runs
     with tempfile.TemporaryDirectory(prefix="clawpipe-demos-", dir=_in_memory()) as folder:
         picked = _distinct_errands(sources or [FilingTasksConfig()], dice)
         for number, (errand, held_out, flaw) in enumerate(picked):
@@ -141,7 +143,14 @@ def _distinct_errands(
     flaws: list[Flaw | None] = [None] * NUM_CLEAN + [*Flaw] * (NUM_FLAWED // 2)
     dice.shuffle(flaws)
     others = (e for e in _draw(sources, dice, 2 * len(flaws)) if (e.prompt, e.content) not in taken)
-    yield from ((errand, False, flaw) for errand, flaw in zip(others, flaws, strict=False))
+    for flaw in flaws:
+        errand = next(others, None)
+        if errand is None:
+            raise TaskError(
+                f"[[tasks]] {sources[0].name}: the family is too small for {len(flaws)} demonstrations beside "
+                f"{NUM_HELD_OUT} held-out ones; raise its folders, stems or rows"
+            )
+        yield errand, False, flaw
 
 
 def _draw(sources: list[FilingTasksConfig], dice: random.Random, count: int) -> Iterator[Errand]:

@@ -19,7 +19,16 @@ import msgspec
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    TorchDistSaveShardedStrategy,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
 from msgspec import Struct
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from clawpipe.learner.cpu import CudaAsCpu
 from clawpipe.learner.model import unwrap
@@ -67,7 +76,8 @@ def save(
         unfinished.mkdir(parents=True)
     dist.barrier()
     with _quiet():
-        dist_checkpointing.save(_state(model, optimizer, is_loading=False), str(unfinished))
+        state = _state(model, optimizer, is_loading=False)
+        dist_checkpointing.save(state, str(unfinished), _InProcess("torch_dist", 1))
     dist.barrier()
     if _is_main():
         _seal(unfinished, target, version=version, updates=updates, cursor=cursor)
@@ -89,10 +99,8 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> No
     """
     try:
         with _quiet():
-            state = dist_checkpointing.load(
-                _state(model, optimizer, is_loading=True), str(checkpoint.path)
-            )
-    except (RuntimeError, KeyError, dist_checkpointing.core.CheckpointingException) as err:
+            state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(checkpoint.path))
+    except (RuntimeError, KeyError, CheckpointingException) as err:
         raise LearnerError(
             f"{checkpoint.path}: does not fit the model ({err}); "
             "resume with the model that the run was started with, or use another run folder"
@@ -100,6 +108,23 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> No
     unwrap(model).load_state_dict(state["model"], strict=False)
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"])
+
+
+class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
+    """Megatron's torch_dist format written by this process.
+
+    The stock strategy forks writers and keeps a manager process; a learner that talks to NATS on another
+    thread must not be forked.
+    """
+
+    def save(self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path) -> None:
+        """Writes this rank's shards; rank 0 the metadata. A collective call."""
+        state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        save_state(
+            mcore_to_pyt_state_dict(state, False),
+            storage_writer=FileSystemWriter(checkpoint_dir, thread_count=1, sync_files=True),
+            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
+        )
 
 
 def _state(model: torch.nn.Module, optimizer: AdamW, *, is_loading: bool) -> dict[str, Any]:

@@ -91,7 +91,8 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
         num_kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"],
         head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
         ffn_size=config["moe_intermediate_size"] if moe else config["intermediate_size"],
-        num_experts=config["num_experts"] if moe else 0,
+        # transformers 5 renamed the key.
+        num_experts=(config.get("num_experts") or config["num_local_experts"]) if moe else 0,
         experts_per_token=config["num_experts_per_tok"] if moe else 0,
         normalize_expert_weights=config.get("norm_topk_prob", False),
         qk_norm=model_type != "llama",

@@ -86,7 +86,10 @@ class _Run:
 
 
 async def launch(start_: Launch, screen: Screen) -> Ended:
-    """Runs to the end and says how it ended. ClawpipeError for what the user can act on; nothing is left running either way."""
+    """Runs to the end and says how it ended; nothing is left running.
+
+    ClawpipeError for what the user can act on.
+    """
     start_.run_dir.mkdir(parents=True, exist_ok=True)
     with _locked(start_.run_dir):
         report = await anyio.to_thread.run_sync(lambda: run_checks(start_.config, offline=False))

@@ -29,7 +29,7 @@ _ARCH = 4
 _FIRST_ARGUMENT = 16  # its low half: both machines are little-endian
 
 _X32_BIT = 0x40000000
-_NAMESPACE_FLAGS = 0x7E020080  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET, NEWTIME
+_NAMESPACE_FLAGS = 0x7E020000  # CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET
 _FAMILIES = (1, 2, 10, 16)  # AF_UNIX, AF_INET, AF_INET6, AF_NETLINK
 
 _CLONE3 = 435
@@ -69,7 +69,6 @@ _X86_64 = _Machine(
     denied={
         "ptrace": 101,
         "syslog": 103,
-        "personality": 135,
         "pivot_root": 155,
         "adjtimex": 159,
         "chroot": 161,
@@ -120,7 +119,6 @@ _AARCH64 = _Machine(
         "chroot": 51,
         "quotactl": 60,
         "acct": 89,
-        "personality": 92,
         "unshare": 97,
         "kexec_load": 104,
         "init_module": 105,

@@ -1,0 +1,65 @@
+"""The seam between the proxy and a provider's protocol: one implementation per protocol that harnesses speak."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import msgspec
+
+from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault
+
+
+class Dialect(Protocol):
+    """A protocol: request in, answer out, errors in its own form. Pure: bytes to structs and back."""
+
+    @property
+    def keepalive(self) -> bytes:
+        """What may be sent in a stream at any time without meaning anything."""
+        ...
+
+    def read(self, body: Mapping[str, Any]) -> Ask:
+        """The request in canonical form. CallError (INVALID) when it is none of this protocol's."""
+        ...
+
+    def whole(self, ask: Ask, answer: Answer) -> bytes:
+        """The answer to a request that did not ask for a stream."""
+        ...
+
+    def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
+        """The answer as a stream's events; the last one ends it."""
+        ...
+
+    def error(self, error: CallError) -> tuple[int, bytes]:
+        """HTTP status and body of an error."""
+        ...
+
+    def error_event(self, error: CallError) -> bytes:
+        """The event that ends a stream with an error."""
+        ...
+
+
+def read_body(data: bytes) -> dict[str, Any]:
+    """The JSON object of a request's body. CallError (INVALID) when there is none.
+
+    JavaScript may cut a string between the halves of a surrogate pair; the half becomes U+FFFD.
+    """
+    try:
+        halves = b"\\ud" in data or b"\\uD" in data
+        body = _mend(json.loads(data)) if halves else msgspec.json.decode(data)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as err:
+        raise CallError(Fault.INVALID, f"The body is not valid JSON: {err}") from err
+    if not isinstance(body, dict):
+        raise CallError(Fault.INVALID, "The body must be a JSON object.")
+    return body
+
+
+def _mend(value: Any) -> Any:
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_mend(item) for item in value]
+    if isinstance(value, dict):
+        return {_mend(key): _mend(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,159 @@
+"""A rollout as the proxy knows it: its listener is its identity, and everything about its calls hangs here.
+
+States: OPEN takes calls; SETTLING takes none and waits for those in flight; SETTLED has a list of calls that will
+not change any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any
+
+import anyio
+import numpy as np
+
+from clawpipe.actors.proxy.graft import Broken, Graft, SampledTurns
+from clawpipe.actors.proxy.messages import Answer, CallError, Fault, Message, Turn
+from clawpipe.actors.proxy.prefixes import PrefixIndex
+from clawpipe.pipeline.records import CallEntry, FinishReason, IntArray, Role
+
+Classify = Callable[[Mapping[str, Any]], Role]
+
+
+class SessionState(StrEnum):
+    """Where a rollout stands."""
+
+    OPEN = "open"
+    SETTLING = "settling"
+    SETTLED = "settled"
+
+
+class Call:
+    """One model call. `prepared` is set once it is certain that it will be sampled, `done` when it has an outcome."""
+
+    def __init__(self, digest: str) -> None:
+        self.digest = digest
+        self.index = -1  # set when it is prepared
+        self.prepared = anyio.Event()
+        self.cut = anyio.Event()  # set: end sampling now
+        self.done = anyio.Event()
+        self.scope = anyio.CancelScope()
+        self.outcome: Answer | CallError | None = None
+        self.finished_s = 0.0
+        self.recorded: FinishReason | None = None  # None: no record of it exists
+        self.delivered = False
+
+    def finish(self, outcome: Answer | CallError) -> None:
+        """Wakes everybody who waits for the outcome."""
+        self.outcome = outcome
+        self.finished_s = anyio.current_time()
+        self.prepared.set()
+        self.done.set()
+
+
+class Session:
+    """One attempt at a rollout, from its listener's opening to the fixed list of its calls."""
+
+    def __init__(self, rollout_id: str, attempt: int, harness: str, classify: Classify) -> None:
+        self.rollout_id = rollout_id
+        self.attempt = attempt
+        self.harness = harness
+        self.classify = classify
+        self.state = SessionState.OPEN
+        self.prefixes = PrefixIndex()
+        self.turns = SampledTurns()
+        self.num_aborted = 0  # calls that ended in an error of ours
+        self.broken: Counter[Broken] = Counter()  # turns that could not be grafted, by reason, each counted once
+        self.entries: tuple[CallEntry, ...] = ()  # fixed when the state becomes SETTLED
+        self._broken_turns: set[Message] = set()
+        self._calls: list[Call] = []
+        self._num_prepared = 0
+        self._latest: dict[str, Call] = {}  # by digest
+        self._replies = 0
+        self._quiet = anyio.Event()
+
+    def call_id(self, index: int) -> str:
+        """Unique in the run."""
+        return f"{self.rollout_id}.a{self.attempt}.c{index}"
+
+    def require_open(self) -> None:
+        """CallError (SETTLED) when no call is taken any more."""
+        if self.state is not SessionState.OPEN:
+            raise CallError(Fault.SETTLED, "This endpoint takes no more calls.")
+
+    def repeated(self, digest: str, window_s: float) -> Call | None:
+        """The call that an identical request repeats: one in flight, or answered within `window_s`."""
+        call = self._latest.get(digest)
+        if call is None or isinstance(call.outcome, CallError):
+            return None
+        fresh = call.outcome is None or anyio.current_time() - call.finished_s <= window_s
+        return call if fresh else None
+
+    def begin(self, digest: str) -> Call:
+        """A new call, from now on found by requests that repeat it."""
+        call = Call(digest)
+        self._calls.append(call)
+        self._latest[digest] = call
+        return call
+
+    def prepared(self, call: Call) -> str:
+        """The call will be sampled; returns its id."""
+        call.index = self._num_prepared
+        self._num_prepared += 1
+        call.prepared.set()
+        return self.call_id(call.index)
+
+    def sampled(self, call: Call, prompt: IntArray, completion: IntArray, turn: Turn, graft: Graft) -> None:
+        """The call's record is stored: from now on its tokens can be shared and its turn grafted."""
+        self.prefixes.insert(np.concatenate((prompt, completion)), call.index)
+        self.turns.add(turn, graft)
+
+    def count_broken(self, turn: Message, reason: Broken) -> None:
+        """A turn of a replayed history could not be grafted; however often it is replayed, it counts once."""
+        if turn not in self._broken_turns:
+            self._broken_turns.add(turn)
+            self.broken[reason] += 1
+
+    def reply_begins(self) -> None:
+        """A response is under way."""
+        self._replies += 1
+
+    def reply_ends(self) -> None:
+        """It is out, or its client is gone."""
+        self._replies -= 1
+        self._quiet.set()
+
+    @property
+    def in_flight(self) -> tuple[Call, ...]:
+        """The calls without an outcome."""
+        return tuple(call for call in self._calls if not call.done.is_set())
+
+    async def settle(self, timeout_s: float) -> None:
+        """Takes no new call; lets those in flight finish for `timeout_s`, cuts the rest and awaits their records."""
+        self.state = SessionState.SETTLING
+        with anyio.move_on_after(timeout_s):
+            for call in self.in_flight:
+                await call.done.wait()
+            await self._all_replied()
+        for call in self.in_flight:
+            call.cut.set()
+            await call.done.wait()
+        self.entries = tuple(self._entry(call) for call in self._calls if call.recorded is not None)
+        self.state = SessionState.SETTLED
+
+    async def _all_replied(self) -> None:
+        while self._replies:
+            self._quiet = anyio.Event()
+            await self._quiet.wait()
+
+    def drop(self) -> None:
+        """The slot is gone: nothing of this attempt will ever be used."""
+        self.state = SessionState.SETTLED
+        for call in self.in_flight:
+            call.scope.cancel()
+
+    def _entry(self, call: Call) -> CallEntry:
+        cut = call.recorded is FinishReason.CUT
+        return CallEntry(call_id=self.call_id(call.index), delivered=call.delivered, cut=cut)

@@ -1,0 +1,109 @@
+"""Sends a call's answer, whole or as a stream of events, and keeps the connection alive until there is one.
+
+Streaming is buffered: the turn is sampled, parsed and recorded first, then goes out in the protocol's events.
+Meanwhile the client gets the headers at once and a sign of life every `keepalive_s`: for a stream the dialect's
+own, for a whole answer white space, which JSON allows in front of a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from typing import Any
+
+import anyio
+
+from clawpipe.actors.proxy.dialects.dialect import Dialect
+from clawpipe.actors.proxy.identity import Call
+from clawpipe.actors.proxy.messages import Answer, Ask, CallError
+
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+
+JSON = b"application/json"
+EVENTS = b"text/event-stream; charset=utf-8"
+
+
+class HungUp(Exception):
+    """The response cannot be completed in its form: the connection is closed in the middle instead."""
+
+
+class Reply:
+    """One HTTP response. `delivered`: its last byte went to a client that was still there."""
+
+    def __init__(self, send: Send, client_gone: anyio.Event) -> None:
+        self._send = send
+        self._client_gone = client_gone
+        self.begun = False
+
+    async def begin(self, status: int, kind: bytes, length: int | None = None) -> None:
+        """Status and headers."""
+        self.begun = True
+        headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
+        if length is not None:
+            headers.append((b"content-length", str(length).encode()))
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def write(self, data: bytes) -> None:
+        """A part of the body."""
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> bool:
+        """The last part of the body; whether the client was there to take it."""
+        present = not self._client_gone.is_set()
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+        return present
+
+    async def whole(self, status: int, data: bytes) -> bool:
+        """A JSON response in one."""
+        await self.begin(status, JSON, len(data))
+        return await self.end(data)
+
+
+async def deliver(reply: Reply, dialect: Dialect, ask: Ask, call: Call, keepalive_s: float) -> None:
+    """Waits for the call's outcome and sends it. HungUp when an error comes after the headers of a whole answer."""
+    if ask.stream:
+        await reply.begin(200, EVENTS)
+        await _wait(reply, call, dialect.keepalive, keepalive_s)
+        await _send_events(reply, dialect, ask, call)
+    else:
+        with anyio.move_on_after(keepalive_s):
+            await call.done.wait()
+        if not call.done.is_set():
+            await reply.begin(200, JSON)
+            await _wait(reply, call, b" ", keepalive_s)
+        await _send_whole(reply, dialect, ask, call)
+
+
+async def _wait(reply: Reply, call: Call, sign_of_life: bytes, keepalive_s: float) -> None:
+    while not call.done.is_set():
+        await reply.write(sign_of_life)
+        with anyio.move_on_after(keepalive_s):
+            await call.done.wait()
+
+
+async def _send_events(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> None:
+    if isinstance(call.outcome, CallError):
+        await reply.end(dialect.error_event(call.outcome))
+        return
+    *events, last = _events(dialect, ask, call)
+    await reply.write(b"".join(events))
+    call.delivered |= await reply.end(last)
+
+
+async def _send_whole(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> None:
+    if isinstance(call.outcome, CallError):
+        if reply.begun:
+            raise HungUp
+        await reply.whole(*dialect.error(call.outcome))
+        return
+    body = dialect.whole(ask, _answer(call))
+    call.delivered |= await (reply.end(body) if reply.begun else reply.whole(200, body))
+
+
+def _events(dialect: Dialect, ask: Ask, call: Call) -> Iterator[bytes]:
+    return dialect.events(ask, _answer(call))
+
+
+def _answer(call: Call) -> Answer:
+    assert isinstance(call.outcome, Answer)
+    return call.outcome

@@ -1,0 +1,181 @@
+"""One program in a sandbox, from its start to the death of everything that it started.
+
+The program's end is its pidfd becoming readable, not the end of its output, which a daemon may hold open.
+Whatever ended it (its own exit, the wall clock, too much output, cancelling), everything in the sandbox is
+dead before `Process.supervise` returns.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import msgspec
+import trio
+from clawpipe.pipeline.errors import SandboxError
+
+from clawpipe.actors.sandbox.limits import Group
+
+KEPT_OUTPUT_BYTES = 256 * 1024
+KILL_TIMEOUT_S = 20.0
+_POLL_S = 0.002
+_READ_BYTES = 64 * 1024
+
+
+class Reason(StrEnum):
+    """What ended a program."""
+
+    EXITED = "exited"
+    WALL_CLOCK = "wall_clock"
+    OUTPUT = "output"
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a program ended. All of its processes are dead."""
+
+    reason: Reason
+    code: int | None  # of the program, 128 + signal when a signal ended it; None when we ended it
+    output: bytes  # the last KEPT_OUTPUT_BYTES of standard output, and of standard error unless kept apart
+    errors: bytes  # the last KEPT_OUTPUT_BYTES of standard error, when kept apart
+    output_bytes: int  # all that was written
+    wall_s: float
+    peak_memory_bytes: int | None  # of the sandbox until now, files in its tmpfs included; None: not counted
+    oom_kills: int  # processes that the memory limit ended
+
+
+@dataclass(slots=True)
+class Process:
+    """A started bubblewrap and our ends of its pipes."""
+
+    popen: subprocess.Popen[bytes]
+    pidfd: int
+    status_fd: int  # what bubblewrap reports with --json-status-fd
+    group: Group
+    _status: bytearray = field(default_factory=bytearray)
+
+    async def supervise(self, wall_clock_s: float, max_output_bytes: int) -> Exit:
+        """Waits for the program's end, or brings it about, and closes everything. SandboxError."""
+        started = trio.current_time()
+        output = _Output(max_output_bytes)
+        try:
+            async with trio.open_nursery() as nursery:
+                with trio.move_on_after(wall_clock_s) as waiting:
+                    for number, pipe in enumerate((self.popen.stdout, self.popen.stderr)):
+                        if pipe is not None:
+                            nursery.start_soon(output.drain, _stream(pipe.fileno()), number, waiting.cancel)
+                    await trio.lowlevel.wait_readable(self.pidfd)
+                await self.kill()  # then nobody holds the pipes any more, and draining ends
+        finally:
+            await self.kill()
+            code = self._reports().get("exit-code")
+            self._close()
+        reason = Reason.EXITED
+        if output.is_flooded:
+            reason = Reason.OUTPUT
+        elif waiting.cancelled_caught:
+            reason = Reason.WALL_CLOCK
+        elif code is None:
+            raise SandboxError(f"sandbox: the program could not be started: {output.text()}")
+        return Exit(
+            reason=reason,
+            code=code if reason is Reason.EXITED else None,
+            output=bytes(output.tails[0]),
+            errors=bytes(output.tails[1]),
+            output_bytes=output.num_bytes,
+            wall_s=trio.current_time() - started,
+            peak_memory_bytes=self.group.peak_bytes(),
+            oom_kills=self.group.oom_kills(),
+        )
+
+    async def kill(self) -> None:
+        """Ends everything in the sandbox and waits until it is gone. SandboxError when it will not go."""
+        with trio.CancelScope(shield=True), trio.move_on_after(KILL_TIMEOUT_S) as patience:
+            first_fd = None if self.group.folders else self._first_process()
+            if self.popen.returncode is None:
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+                await trio.lowlevel.wait_readable(self.pidfd)
+                self.popen.wait()
+            if first_fd is None:
+                await self._kill_group()
+            else:
+                await _wait_and_close(first_fd)
+        if patience.cancelled_caught:
+            raise SandboxError(
+                f"sandbox: processes started by {self.popen.pid} are still there {KILL_TIMEOUT_S:g} s after SIGKILL; "
+                "look for processes in state D on this host"
+            )
+
+    async def _kill_group(self) -> None:
+        while self.group.folders and self.group.populated():
+            self.group.kill()
+            await trio.sleep(_POLL_S)
+
+    def _first_process(self) -> int | None:
+        """Without control groups: the pidfd of its pid 1, which dies with bubblewrap, after all others in it."""
+        pid = self._reports().get("child-pid")
+        try:
+            return os.pidfd_open(pid) if pid is not None else None
+        except ProcessLookupError:
+            return None
+
+    def _reports(self) -> dict[str, int]:
+        """What bubblewrap has reported until now: child-pid at the start, exit-code at the end."""
+        try:
+            while data := os.read(self.status_fd, _READ_BYTES):
+                self._status += data
+        except BlockingIOError:
+            pass
+        found: dict[str, int] = {}
+        for line in self._status.splitlines():
+            found.update(msgspec.json.decode(line, type=dict[str, int]))
+        return found
+
+    def _close(self) -> None:
+        for pipe in (self.popen.stdout, self.popen.stderr):
+            if pipe is not None:
+                pipe.close()
+        os.close(self.status_fd)
+        os.close(self.pidfd)
+
+
+@dataclass(slots=True)
+class _Output:
+    """What a program writes: counted, bounded, and its end kept."""
+
+    max_bytes: int
+    num_bytes: int = 0
+    tails: tuple[bytearray, bytearray] = field(default_factory=lambda: (bytearray(), bytearray()))
+
+    @property
+    def is_flooded(self) -> bool:
+        return self.num_bytes > self.max_bytes
+
+    async def drain(self, stream: trio.lowlevel.FdStream, number: int, stop: Callable[[], None]) -> None:
+        """Until the end of the stream, or until there is too much: then calls `stop`."""
+        async with stream:
+            while not self.is_flooded and (data := await stream.receive_some(_READ_BYTES)):
+                self.num_bytes += len(data)
+                self.tails[number].extend(data)
+                del self.tails[number][:-KEPT_OUTPUT_BYTES]
+        if self.is_flooded:
+            stop()
+
+    def text(self) -> str:
+        """Its end, for a message."""
+        return b"".join(self.tails).decode("utf-8", "replace").strip()[-500:] or "it wrote nothing"
+
+
+def _stream(fd: int) -> trio.lowlevel.FdStream:
+    return trio.lowlevel.FdStream(os.dup(fd))
+
+
+async def _wait_and_close(fd: int) -> None:
+    try:
+        await trio.lowlevel.wait_readable(fd)
+    finally:
+        os.close(fd)

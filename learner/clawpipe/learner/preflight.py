@@ -1,0 +1,117 @@
+"""What the learner can say about a configuration before anything starts. Part of `clawpipe check`."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from clawpipe.learner.model import ModelShape, check_split, read_shape
+from clawpipe.learner.parallel import check_layout
+from clawpipe.pipeline.config import Config, LearnerConfig, ModelConfig, TinyModelConfig
+from clawpipe.pipeline.errors import LearnerError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+
+def check(config: Config, offline: bool) -> list[str]:
+    """Problems that would end the learner, one line each. `offline`: without looking at this machine."""
+    problems = _layout(config)
+    if config.algorithm.eps_low >= 1.0:
+        problems.append("[algorithm] eps_low must be below 1: a ratio is never negative")
+    if config.schedule.groups_per_step * config.schedule.group_size < config.learner.minibatches:
+        problems.append(
+            f"[learner] minibatches = {config.learner.minibatches} is more than the rollouts of a batch "
+            f"({config.schedule.groups_per_step} x {config.schedule.group_size}); lower it"
+        )
+    if not offline:
+        problems += [*_model_files(config.model), *_machine(config.learner), *_push_folder(config.push.dir)]
+    return problems
+
+
+def _layout(config: Config) -> list[str]:
+    parallel = config.learner.parallel
+    try:
+        check_layout(parallel, parallel.processes)
+        shape = _shape(config.model)
+        if shape is not None:
+            check_split(shape, parallel)
+            if shape.max_position < config.model.context_tokens:
+                raise LearnerError(
+                    f"[model] context_tokens = {config.model.context_tokens} is above the model's "
+                    f"max_position_embeddings = {shape.max_position}; lower it"
+                )
+    except LearnerError as err:
+        return [str(err)]
+    return []
+
+
+def _shape(model: ModelConfig) -> ModelShape | None:
+    """The model's shape, as far as it is known: a folder that is missing is another check's business."""
+    if model.tiny is not None:
+        return _tiny_shape(model.tiny, model.context_tokens)
+    folder = Path(model.path)
+    return read_shape(folder) if (folder / "config.json").exists() else None
+
+
+def _tiny_shape(tiny: TinyModelConfig, context_tokens: int) -> ModelShape:
+    return ModelShape(
+        model_type="qwen3_moe",
+        vocab_size=tiny.vocab_size,
+        hidden_size=tiny.hidden_size,
+        num_layers=tiny.num_layers,
+        num_heads=tiny.num_heads,
+        num_kv_heads=tiny.num_kv_heads,
+        head_dim=tiny.head_dim,
+        ffn_size=tiny.expert_size,
+        num_experts=tiny.num_experts,
+        experts_per_token=tiny.experts_per_token,
+        normalize_expert_weights=True,
+        qk_norm=True,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        max_position=context_tokens,
+        tied_embeddings=True,
+        initializer_range=tiny.initializer_range,
+    )
+
+
+def _model_files(model: ModelConfig) -> list[str]:
+    if model.tiny is not None:
+        return []
+    folder = Path(model.path)
+    if not folder.is_dir():
+        return [f"[model] path = {folder}: no such folder; give a Hugging Face model folder"]
+    problems = [
+        f"[model] path = {folder}: {name} is missing; give a complete Hugging Face model folder"
+        for name in ("config.json", *TOKENIZER_FILES)
+        if not (folder / name).exists()
+    ]
+    if not any(folder.glob("*.safetensors")):
+        problems.append(f"[model] path = {folder}: no *.safetensors; the learner reads no other format")
+    return problems
+
+
+def _machine(learner: LearnerConfig) -> list[str]:
+    if torch.cuda.is_available() and learner.dtype == "float32":
+        return ["[learner] dtype = float32: on CUDA the learner computes in bfloat16; set it so"]
+    if learner.parallel.processes > 1 and torch.cuda.is_available():
+        present = torch.cuda.device_count()
+        if learner.parallel.processes > present:
+            return [
+                f"[learner.parallel] processes = {learner.parallel.processes}, but this machine has {present} "
+                "CUDA devices; lower processes, or start the learner with torchrun on several hosts"
+            ]
+    return []
+
+
+def _push_folder(folder: str) -> list[str]:
+    if not os.path.isdir(folder):
+        return [f"[push] dir = {folder}: no such folder; make it, or name one that learner and engines share"]
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return []
+    except OSError as err:
+        return [f"[push] dir = {folder}: cannot be written ({err.strerror}); choose another folder"]

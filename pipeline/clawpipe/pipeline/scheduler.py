@@ -1,0 +1,244 @@
+"""Which (task, harness) comes next, and when a group has all its rollouts.
+
+Group number n has its task and harness from the seed and n alone: tasks in seeded shuffled passes, the harness
+by its weight. A group has `group_size` places; each is filled by the first usable rollout that was run for it,
+or closed for good. A rollout that infrastructure lost leaves its place open again (refill). After a restart
+the groups are rebuilt from the records and the requests that are still about; `adopt` and `settle` accept
+groups that this process never opened.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import numpy as np
+
+from clawpipe.pipeline.assembler import Rollout
+from clawpipe.pipeline.records import RolloutRequest
+from clawpipe.pipeline.replay import ReadyGroup
+from clawpipe.pipeline.segments import DropReason
+
+MAX_LOSSES = 3  # of one place to infrastructure; then it is closed, lest a broken task blocks its group for good
+
+INFRASTRUCTURE = frozenset(
+    {
+        DropReason.INFRA,
+        DropReason.VERIFIER_INFRA,
+        DropReason.INCOMPLETE,
+        DropReason.MALFORMED,
+        DropReason.LOST,
+    }
+)
+
+_ROLLOUT = re.compile(r"r-(\d{6,})-(\d+)(?:-(\d+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutName:
+    """The parts of a rollout's id: "r-000012-3" is place 3 of group 12, "r-000012-3-2" the second try again."""
+
+    number: int
+    place: int
+    again: int
+
+    @property
+    def group_id(self) -> str:
+        """Its group."""
+        return group_id(self.number)
+
+    def __str__(self) -> str:
+        return f"r-{self.number:06d}-{self.place}" + (f"-{self.again}" if self.again else "")
+
+
+def group_id(number: int) -> str:
+    """The id of a group."""
+    return f"g-{number:06d}"
+
+
+def parse(rollout_id: str) -> RolloutName | None:
+    """The parts of an id that we made, or None."""
+    found = _ROLLOUT.fullmatch(rollout_id)
+    return RolloutName(int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+
+
+@dataclass(slots=True)
+class _Place:
+    """Empty and not closed: a rollout is out for it, or must be requested."""
+
+    again: int = -1  # of the newest rollout that was requested for it
+    out: bool = False  # that rollout is in flight
+    losses: int = 0
+    filled: Rollout | None = None
+    closed: bool = False
+
+    @property
+    def over(self) -> bool:
+        return self.filled is not None or self.closed
+
+
+@dataclass(slots=True)
+class _Group:
+    number: int
+    task_id: str
+    harness: str
+    version: int
+    places: list[_Place]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Settlement:
+    """What a closed rollout means for its group."""
+
+    reason: DropReason | None  # why the rollout is not used
+    place_closed: bool = False  # nothing will be run for its place any more: a credit is free
+    complete: bool = False  # the group is over
+    group: ReadyGroup | None = None  # its usable rollouts, if there are any
+
+
+class Scheduler:
+    """See the module."""
+
+    def __init__(
+        self,
+        *,
+        tasks: Sequence[str],
+        harnesses: Sequence[tuple[str, float]],
+        group_size: int,
+        seed: int,
+        refill: bool = True,
+    ) -> None:
+        """`harnesses` are names and weights. ValueError without tasks or harnesses."""
+        if not tasks or not harnesses:
+            raise ValueError("no tasks or no harnesses to schedule")
+        self._tasks = tuple(tasks)
+        self._harnesses = tuple(name for name, _ in harnesses)
+        weights = np.array([weight for _, weight in harnesses], np.float64)
+        self._weights = weights / weights.sum()
+        self._group_size = group_size
+        self._seed = seed
+        self._refill = refill
+        self._groups: dict[str, _Group] = {}
+        self.next_number = 0
+        self._order = lru_cache(maxsize=2)(self._shuffled)
+
+    def assignment(self, number: int) -> tuple[str, str]:
+        """Task and harness of a group."""
+        lap, at = divmod(number, len(self._tasks))
+        # SeedSequence takes no negative numbers; the mask keeps all seeds distinct.
+        rng = np.random.default_rng([self._seed & (2**64 - 1), 1, number])
+        return self._tasks[self._order(lap)[at]], str(rng.choice(self._harnesses, p=self._weights))
+
+    def open(self, version: int) -> str:
+        """Opens the next group, all its places to be requested; gives its id."""
+        task_id, harness = self.assignment(self.next_number)
+        name = RolloutName(self.next_number, 0, 0)
+        self._group(name, task_id, harness, version)
+        return name.group_id
+
+    def requests(self, now_s: float) -> list[RolloutRequest]:
+        """A request for every place that needs one; they count as in flight from now on."""
+        found = []
+        for group in self._groups.values():
+            for index, place in enumerate(group.places):
+                if place.over or place.out:
+                    continue
+                place.again, place.out = place.again + 1, True
+                name = RolloutName(group.number, index, place.again)
+                found.append(
+                    RolloutRequest(
+                        rollout_id=str(name),
+                        group_id=name.group_id,
+                        task_id=group.task_id,
+                        harness=group.harness,
+                        version=group.version,
+                        admitted_s=now_s,
+                    )
+                )
+        return found
+
+    def adopt(self, request: RolloutRequest) -> None:
+        """This request is in the work queue still: its rollout is in flight."""
+        name = parse(request.rollout_id)
+        if name is None or name.place >= self._group_size:
+            return
+        group = self._group(name, request.task_id, request.harness, request.version)
+        place = group.places[name.place]
+        if name.again >= place.again:
+            place.again, place.out = name.again, not place.over
+
+    def know(self, rollout_id: str) -> None:
+        """This id has been used: neither it nor a lower one of its place or group is given out again."""
+        name = parse(rollout_id)
+        if name is None:
+            return
+        self.next_number = max(self.next_number, name.number + 1)
+        group = self._groups.get(name.group_id)
+        if group is not None and name.place < len(group.places):
+            place = group.places[name.place]
+            place.again = max(place.again, name.again)
+
+    def lose(self, rollout_id: str) -> None:
+        """The rollout will never be heard of again; its place is requested anew."""
+        name = parse(rollout_id)
+        group = self._groups.get(name.group_id) if name else None
+        if name is not None and group is not None and group.places[name.place].again == name.again:
+            group.places[name.place].out = False
+
+    def settle(self, rollout: Rollout) -> Settlement:
+        """A rollout is closed."""
+        manifest = rollout.manifest
+        name = parse(manifest.rollout_id)
+        if name is None or name.place >= self._group_size:
+            return Settlement(DropReason.LATE)
+        group = self._group(name, manifest.task_id, manifest.harness, manifest.version)
+        place = group.places[name.place]
+        if name.again >= place.again:
+            place.again, place.out = name.again, False
+        if place.over:
+            return Settlement(DropReason.LATE)
+        if rollout.dropped is None:
+            place.filled, place.out = rollout, False
+        elif rollout.dropped in INFRASTRUCTURE and self._refill and place.losses + 1 < MAX_LOSSES:
+            place.losses += 1
+            return Settlement(rollout.dropped)
+        else:
+            place.closed, place.out = True, False
+        return self._settled(name.group_id, group, rollout.dropped)
+
+    def _settled(self, group_id: str, group: _Group, reason: DropReason | None) -> Settlement:
+        if not all(place.over for place in group.places):
+            return Settlement(reason, place_closed=reason is not None)
+        del self._groups[group_id]
+        rollouts = tuple(place.filled for place in group.places if place.filled is not None)
+        ready = ReadyGroup(group_id, group.number, group.version, rollouts) if rollouts else None
+        return Settlement(reason, place_closed=reason is not None, complete=True, group=ready)
+
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """Ids of the rollouts that are requested and not closed."""
+        return tuple(
+            str(RolloutName(group.number, index, place.again))
+            for group in self._groups.values()
+            for index, place in enumerate(group.places)
+            if place.out
+        )
+
+    @property
+    def open_groups(self) -> tuple[str, ...]:
+        """Groups that are not complete."""
+        return tuple(self._groups)
+
+    def _group(self, name: RolloutName, task_id: str, harness: str, version: int) -> _Group:
+        found = self._groups.get(name.group_id)
+        if found is None:
+            places = [_Place() for _ in range(self._group_size)]
+            found = self._groups[name.group_id] = _Group(name.number, task_id, harness, version, places)
+            self.next_number = max(self.next_number, name.number + 1)
+        return found
+
+    def _shuffled(self, lap: int) -> tuple[int, ...]:
+        rng = np.random.default_rng([self._seed & (2**64 - 1), 0, lap])
+        return tuple(rng.permutation(len(self._tasks)).tolist())

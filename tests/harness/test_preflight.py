@@ -1,0 +1,122 @@
+"""What `clawpipe check` says of the rollout side."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from clawpipe.actors.preflight import check
+from clawpipe.pipeline.config import (
+    AgentLoopConfig,
+    ClawGymTasksConfig,
+    Config,
+    FilingTasksConfig,
+    ModelConfig,
+    TinyModelConfig,
+)
+
+TINY = ModelConfig(tiny=TinyModelConfig())
+
+
+def config(*tasks: Any, model: ModelConfig = TINY, **harness: Any) -> Config:
+    return Config(model=model, tasks=tasks or (FilingTasksConfig(count=3),), harness=(AgentLoopConfig(**harness),))
+
+
+def gym(tmp_path: Path, text: str) -> ClawGymTasksConfig:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    return ClawGymTasksConfig(path=str(path), name="gym")
+
+
+def row(prompt: str) -> str:
+    files = [{"file_path": "reward/check.py", "content": ""}]
+    return json.dumps({"prompt": prompt, "hook_code": "python3 reward/check.py /w", "input_files": files}) + "\n"
+
+
+def test_the_quickstart_has_no_problem_and_its_tasks_are_named() -> None:
+    report = check(config(), offline=False)
+    assert report.problems == ()
+    assert report.task_ids == ("filing/task_00000", "filing/task_00001", "filing/task_00002")
+
+
+def test_offline_looks_at_no_file(tmp_path: Path) -> None:
+    gone = ClawGymTasksConfig(path=str(tmp_path / "gone.jsonl"))
+    asked = config(gone, FilingTasksConfig(count=1), model=ModelConfig(path="/nowhere"))
+    assert check(asked, offline=True).problems == ()
+    assert check(asked, offline=True).task_ids == ("filing/task_00000",)
+    (problem,) = check(asked, offline=False).problems
+    assert problem.startswith(f"{tmp_path}/gone.jsonl: cannot be read")
+
+
+def test_every_bad_source_is_said_on_one_line(tmp_path: Path) -> None:
+    report = check(config(gym(tmp_path, "{}\n"), FilingTasksConfig(count=1, stems=500)), offline=False)
+    assert len(report.problems) == 2
+    assert report.problems[0].startswith(f"{tmp_path}/rows.jsonl: row 1: ")
+    assert "stems = 500 is over" in report.problems[1]
+    assert not any("\n" in problem for problem in report.problems)
+
+
+def test_a_prompt_that_the_harness_cannot_take_is_a_problem(tmp_path: Path) -> None:
+    source = gym(tmp_path, row("short") + row("x" * 140_000))
+    (problem,) = check(config(source), offline=False).problems
+    assert problem.startswith("task gym/task_00001: agentloop takes a prompt of at most")
+
+
+def test_a_rootfs_without_python_is_a_problem(tmp_path: Path) -> None:
+    asked = config()
+    asked = msgspec.structs.replace(asked, sandbox=msgspec.structs.replace(asked.sandbox, rootfs=str(tmp_path)))
+    (problem,) = check(asked, offline=False).problems
+    assert problem.startswith(f"{tmp_path}/usr/bin/python3 is missing")
+
+
+def model_folder(folder: Path, template: str) -> Path:
+    """A tokenizer of single bytes with the given chat template."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, clean_up_tokenization_spaces=False)
+    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("<|im_start|>", "<|im_end|>")], True)
+    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in ("<tool_call>", "</tool_call>")])
+    tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", template
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+TEMPLATE = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+        {{- OPEN + '\\n{"name": "' + call.function.name + '", "arguments": ' }}
+        {{- call.function.arguments | tojson }}
+        {{- '}\\n' + CLOSE }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+
+def template(opening: str, closing: str) -> str:
+    return TEMPLATE.replace("OPEN", f"'{opening}'").replace("CLOSE", f"'{closing}'")
+
+
+@pytest.mark.filterwarnings("ignore")  # importing vLLM and torch warns
+def test_a_tool_call_must_come_back_from_template_tokenizer_and_parser(tmp_path: Path) -> None:
+    good = model_folder(tmp_path / "good", template("<tool_call>", "</tool_call>"))
+    assert check(config(model=ModelConfig(path=str(good))), offline=False).problems == ()
+    bad = model_folder(tmp_path / "bad", template("<call>", "</call>"))
+    (problem,) = check(config(model=ModelConfig(path=str(bad))), offline=False).problems
+    assert re.match(r"\[model\] path = .*/bad: a tool call does not survive .* tool_parser = 'hermes'", problem)
+    (problem,) = check(config(model=ModelConfig(path=str(good), tool_parser="nonsense")), offline=False).problems
+    assert "vLLM has no 'nonsense'" in problem
