@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import socket
 import struct
 import subprocess
@@ -15,16 +16,22 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+import trio
 
 from clawpipe.actors import demos
 from clawpipe.actors.harness import agentloop_program as program
 from clawpipe.actors.harness.agentloop import PROGRAM, PROGRAM_INSIDE, AgentLoop
 from clawpipe.actors.harness.load import make_harness
+from clawpipe.actors.sandbox.collect import Snapshot
+from clawpipe.actors.sandbox.process import Exit
+from clawpipe.actors.sandbox.supervisor import Supervisor
+from clawpipe.actors.tasks import filing, filing_check
 from clawpipe.actors.tasks.task import Task
-from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, ModelConfig
+from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, ModelConfig, SandboxConfig
 from clawpipe.pipeline.errors import TaskError
 from clawpipe.pipeline.records import Role
 from clawpipe.pipeline.runtime import Runtime
@@ -88,10 +95,14 @@ class Server(ThreadingHTTPServer):
 
 
 @contextmanager
-def serving(script: Script) -> Iterator[Provider]:
+def serving(script: Script, listener: socket.socket | None = None) -> Iterator[Provider]:
+    """On a free port, or on a socket that listens already."""
     provider = Provider(script)
-    with Server(("127.0.0.1", 0), handler_for(provider)) as server:
-        provider.port = server.server_address[1]
+    listener = listener or socket.create_server(("127.0.0.1", 0))
+    with Server(("127.0.0.1", 0), handler_for(provider), bind_and_activate=False) as server:
+        server.socket.close()
+        server.socket = listener
+        provider.port = listener.getsockname()[1]
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield provider
@@ -349,6 +360,34 @@ def test_a_run_costs_little_processor_time(tmp_path: Path) -> None:
     assert spent / 5 < 0.15
 
 
+@pytest.mark.sandbox
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("bwrap") is None, reason="needs bubblewrap and root")
+def test_the_program_runs_in_a_sandbox_with_its_provider_on_the_listener(tmp_path: Path) -> None:
+    task = make_task("Look, write, run.")
+    script = [
+        call("list_files", {}),
+        call("write_file", {"path": "out/a.txt", "content": "1"}),
+        call("run_command", {"command": "cat /work/out/a.txt in.txt; pwd"}),
+        FINISH,
+    ]
+    launch = AgentLoop(AgentLoopConfig(port=8123), "policy").launch(task)
+
+    async def run() -> tuple[Exit, Snapshot, Provider]:
+        async with (
+            Supervisor.open(SandboxConfig(), "test-agentloop", tmp_path / "host") as host,
+            host.sandbox({"in.txt": b"given"}, name="a", port=launch.port, binds=launch.binds) as box,
+        ):
+            with serving(script, box.listener) as provider:
+                ended = await box.run(launch.argv, launch.env, wall_clock_s=30.0)
+            return ended, await box.collect(), provider
+
+    ended, left, provider = trio.run(run)
+    assert (ended.code, ended.output) == (0, b"agentloop: finished\n")
+    assert left.read("out/a.txt") == b"1"
+    results = [m["content"] for m in provider.requests[-1]["messages"] if m["role"] == "tool"]
+    assert results == ["in.txt", "ok", "1given/work\n"]
+
+
 def test_the_adapter_names_port_program_and_prompt() -> None:
     harness = AgentLoop(AgentLoopConfig(name="loop", port=9000, max_turns=4, max_tokens=64, system="Hi."), "tiny")
     launch = harness.launch(make_task("Work."))
@@ -441,10 +480,6 @@ def test_demonstrations_are_seeded_and_mixed_as_said(tmp_path: Path) -> None:
 
 
 def test_a_clean_demonstration_solves_its_task_and_a_flawed_one_does_not(tmp_path: Path) -> None:
-    from random import Random
-
-    from clawpipe.actors.tasks import filing, filing_check
-
     for number, errand in enumerate(filing.errands(FilingTasksConfig(), Random(3), 20)):
         for flaw, expected in ((None, 4), (demos.Flaw.FOLDER, 1), (demos.Flaw.BRACE, 0)):
             workspace = tmp_path / f"{number}-{flaw and flaw.name}"

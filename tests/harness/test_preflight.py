@@ -71,7 +71,7 @@ def test_a_rootfs_without_python_is_a_problem(tmp_path: Path) -> None:
     asked = config()
     asked = msgspec.structs.replace(asked, sandbox=msgspec.structs.replace(asked.sandbox, rootfs=str(tmp_path)))
     (problem,) = check(asked, offline=False).problems
-    assert problem.startswith(f"{tmp_path}/usr/bin/python3 is missing")
+    assert problem.startswith(f"[sandbox] rootfs: {tmp_path}/usr/bin/python3 is missing")
 
 
 def model_folder(folder: Path, template: str) -> Path:

@@ -22,6 +22,17 @@ with warnings.catch_warnings():
     from clawpipe.learner.model import build_model
     from clawpipe.pipeline.config import ParallelConfig
 
+_MEGATRON = ("ignore::UserWarning:megatron", "ignore::DeprecationWarning:megatron", "ignore::FutureWarning:megatron")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Megatron-Core warns about defaults of its own; a warning of ours is still an error."""
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            for text in _MEGATRON:
+                item.add_marker(pytest.mark.filterwarnings(text))
+
+
 MODEL = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -59,9 +70,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def make_forest(
-    shared: list[int], tails: dict[int, list[int]], mu: dict[int, list[float]], version: int = 0
-) -> Forest:
+def make_forest(shared: list[int], tails: dict[int, list[int]], mu: dict[int, list[float]], version: int = 0) -> Forest:
     """One trunk and one tail per rollout; every tail token is a loss entry."""
     tokens, position, parent = list(shared), list(range(len(shared))), list(range(-1, len(shared) - 1))
     end = [len(shared) + sum(map(len, tails.values()))] * len(shared)
@@ -111,11 +120,11 @@ def make_batch(version: int = 0, seed: int = 0, batch_id: str = "b1") -> Batch:
     return Batch(batch_id=batch_id, version=version, rollouts=rollouts, forests=tuple(forests))
 
 
-@pytest.fixture(name="make_forest")
+@pytest.fixture(scope="session", name="make_forest")
 def _make_forest() -> Callable[..., Forest]:
     return make_forest
 
 
-@pytest.fixture(name="make_batch")
+@pytest.fixture(scope="session", name="make_batch")
 def _make_batch() -> Callable[..., Batch]:
     return make_batch

@@ -12,9 +12,7 @@ from clawpipe.pipeline.forest import RolloutRow
 
 def rows(*harnesses: str) -> list[RolloutRow]:
     return [
-        RolloutRow(
-            rollout_id=f"r{i}", group_id="g", harness=harness, reward=0.0, advantage=0.0, num_trainable=1
-        )
+        RolloutRow(rollout_id=f"r{i}", group_id="g", harness=harness, reward=0.0, advantage=0.0, num_trainable=1)
         for i, harness in enumerate(harnesses)
     ]
 

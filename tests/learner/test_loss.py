@@ -13,9 +13,7 @@ from clawpipe.pipeline.forest import RolloutRow
 
 
 def row(n: int, name: str = "r") -> RolloutRow:
-    return RolloutRow(
-        rollout_id=name, group_id="g", harness="h", reward=0.0, advantage=0.0, num_trainable=n
-    )
+    return RolloutRow(rollout_id=name, group_id="g", harness="h", reward=0.0, advantage=0.0, num_trainable=n)
 
 
 def entries(ratios: list[float], advantages: list[float], weights: list[float], scale: float):
@@ -77,9 +75,7 @@ def test_no_gradient_reaches_weights_or_old_logprobs():
 def test_a_forest_without_entries_still_has_a_graph():
     new = torch.empty(0, requires_grad=True)
     none = torch.empty(0)
-    loss, _ = grpo_loss(
-        new * 2, none, weight_E=none, advantage_E=none, scale_E=none, eps_low=0.2, eps_high=0.2
-    )
+    loss, _ = grpo_loss(new * 2, none, weight_E=none, advantage_E=none, scale_E=none, eps_low=0.2, eps_high=0.2)
     loss.backward()
     assert loss.item() == 0.0
     assert new.grad.shape == (0,)

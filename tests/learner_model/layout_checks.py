@@ -11,6 +11,7 @@ from pathlib import Path
 import hf_oracle
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
 from clawpipe.learner import cpu, hf, numerics, parallel
@@ -27,6 +28,8 @@ def main() -> None:
     for layout in layouts:
         tensor, expert, kind = (*layout.split(","), "qwen3_moe")[:3]
         results[layout] = check(int(tensor), int(expert), kind, Path(work))
+        parallel_state.destroy_model_parallel()
+    parallel.stop()
     if os.environ["RANK"] == "0":
         Path(out).write_text(json.dumps(results))
 
@@ -36,21 +39,18 @@ def check(tensor: int, expert: int, kind: str, work: Path) -> dict[str, float]:
     config = ParallelConfig(
         processes=world, tensor=tensor, expert=expert, expert_tensor=1 if expert > 1 else tensor
     )
-    with parallel.session(config) as ranks:
-        oracle = hf_oracle.build_hf(kind)
-        source = work / kind
-        if ranks.is_main:
-            hf_oracle.save_hf(oracle, source)
-        dist.barrier()
-        cases = [
-            hf_oracle.pack(hf_oracle.random_sequences("random", seed), seed)
-            for seed in range(ranks.data_size)
-        ]
-        model = build_model(source, config, torch.float32, seed=ranks.rank)
-        hf.load(model, source)
-        measured = compare(model, oracle, cases, ranks)
-        measured |= empty_share(model, oracle, cases, ranks)
-        measured |= round_trip(model, oracle, source, work / f"out-{tensor}-{expert}-{kind}", ranks)
+    ranks = parallel.start(config)
+    oracle = hf_oracle.build_hf(kind)
+    source = work / kind
+    if ranks.is_main:
+        hf_oracle.save_hf(oracle, source)
+    dist.barrier()
+    cases = [hf_oracle.pack(hf_oracle.random_sequences("random", seed), seed) for seed in range(ranks.data_size)]
+    model = build_model(source, config, torch.float32, seed=ranks.rank)
+    hf.load(model, source)
+    measured = compare(model, oracle, cases, ranks)
+    measured |= empty_share(model, oracle, cases, ranks)
+    measured |= round_trip(model, source, work / f"out-{tensor}-{expert}-{kind}", ranks)
     return measured
 
 
@@ -96,7 +96,7 @@ def empty_share(model, oracle, cases, ranks) -> dict[str, float]:
     return gradient_error(found, expected, ranks, "_with_an_empty_rank")
 
 
-def round_trip(model, oracle, source, target, ranks) -> dict[str, float]:
+def round_trip(model, source, target, ranks) -> dict[str, float]:
     hf.save_hf_folder(model, source, target)
     if not ranks.is_main:
         return {}

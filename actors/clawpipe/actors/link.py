@@ -9,8 +9,9 @@ gone: the proxy drops its listener and hands the request back to the work queue.
 from __future__ import annotations
 
 import msgspec
-from clawpipe.pipeline.records import Outcome, RolloutRequest
 from msgspec import Struct
+
+from clawpipe.pipeline.records import Outcome, RolloutRequest
 
 MAX_PACKET_BYTES = 128 * 1024
 
@@ -52,6 +53,7 @@ class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
 
     num_calls: int
     num_cut: int
+    num_aborted: int = 0  # calls that ended in an error which the harness could see
 
 
 class Close(Struct, frozen=True, kw_only=True, tag="close"):

@@ -18,7 +18,7 @@ from clawpipe.pipeline.checks import Report
 from clawpipe.pipeline.config import Config, FilingTasksConfig, ModelConfig, SandboxConfig
 from clawpipe.pipeline.errors import ClawpipeError, SandboxError, one_line
 
-PYTHON = Path("/usr/bin/python3")  # runs agentloop and the graders; sandboxes show this machine's /usr
+PYTHON = "usr/bin/python3"  # in a rootfs: runs agentloop and the graders
 _PROBE_TOOL = {
     "type": "function",
     "function": {
@@ -74,14 +74,14 @@ def _prompts(config: Config, tasks: dict[str, Task]) -> list[str]:
 
 
 def _programs(sandbox: SandboxConfig) -> Iterator[str]:
-    """Programs that start sandboxes, and the one that runs in them."""
+    """Programs that start sandboxes, and the one that runs in them. A rootfs that is prepared here has it."""
     try:
         find_programs()
     except SandboxError as err:
         yield one_line(err)
-    python = Path(sandbox.rootfs, PYTHON.relative_to("/")) if sandbox.rootfs else PYTHON
-    if not python.exists():
-        yield f"{python} is missing, and agentloop and graders need it; install the package python3 there"
+    python = Path(sandbox.rootfs, PYTHON)
+    if sandbox.rootfs and not python.exists():
+        yield f"[sandbox] rootfs: {python} is missing, and agentloop and graders need it; install it there"
 
 
 def _harness_programs(config: Config, tasks: dict[str, Task]) -> Iterator[str]:

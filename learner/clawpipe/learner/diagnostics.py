@@ -73,7 +73,7 @@ class Diagnostics:
         bucket_E = self._first_bucket + torch.bucketize(staleness_E, self._bounds, right=True)
         for group_E in (torch.zeros_like(rollout_E), self._harness_R[rollout_E], bucket_E):
             self._sums.index_add_(0, group_E, values_EK)
-            self._maxima.index_reduce_(0, group_E, maxima_EM, "amax")
+            self._maxima.scatter_reduce_(0, group_E[:, None].expand_as(maxima_EM), maxima_EM, "amax")
 
     def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Joins the ranks of a data-parallel group; a collective call."""

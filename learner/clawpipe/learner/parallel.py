@@ -72,14 +72,16 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
 
 
 def start(parallel: ParallelConfig, seed: int = 0) -> Ranks:
-    """Joins the process group and makes Megatron's groups. Call once per process; `stop` undoes it.
+    """Joins the process group, unless this process is in one, and makes Megatron's groups; `stop` undoes both.
 
+    Under torchrun a process can join once: its store still holds the keys of the group that `stop` left.
     Raises LearnerError for a layout that `check_layout` refuses, before anything is opened.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     check_layout(parallel, world_size)
     cpu.install()
-    _join(world_size)
+    if not dist.is_initialized():
+        _join(world_size)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         expert_model_parallel_size=parallel.expert,

@@ -71,7 +71,7 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-Message = Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -82,11 +82,15 @@ class Piece(Struct, frozen=True):
     sampled: bool  # an assistant turn with its end mark: what the model must learn to say
 
 
-def train_tokenizer(texts: Iterable[str], vocab_size: int, context_tokens: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with at most `vocab_size` tokens, trained on rendered conversations.
+def train_tokenizer(
+    conversations: Iterable[tuple[Messages, Tools]], vocab_size: int, context_tokens: int
+) -> PreTrainedTokenizerFast:
+    """A tokenizer with at most `vocab_size` tokens, trained on conversations as the chat template renders them.
 
-    Its size is a multiple of 32 (vLLM's kernels), and no id is unused. Same texts, same tokenizer.
+    Its size is a multiple of 32 (vLLM's kernels), and no id is unused. Same conversations, same tokenizer.
     """
+    blank = _wrap(Tokenizer(models.BPE()), context_tokens)
+    texts = (render(blank, messages, tools, prompt=False) for messages, tools in conversations)
     pieces = [piece for text in texts for piece in _between_marks(text)]
     num_marks = len(SPECIAL) + len(MARKS)
     bpe = _train_bpe(pieces, vocab_size - num_marks)
@@ -96,9 +100,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, context_tokens: int) 
     return _wrap(bpe, context_tokens)
 
 
-def render(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Tools, *, prompt: bool
-) -> str:
+def render(tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Tools, *, prompt: bool) -> str:
     """The conversation as text; with `prompt`, up to and including the start of the next assistant turn."""
     text: str = tokenizer.apply_chat_template(
         list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
@@ -106,9 +108,7 @@ def render(
     return text
 
 
-def pieces_of(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Tools
-) -> Iterator[Piece]:
+def pieces_of(tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Tools) -> Iterator[Piece]:
     """The conversation up to its last assistant turn, as the pieces that are encoded apart.
 
     An assistant message's `content` is the raw text that the model should sample. ValueError when the template
@@ -127,9 +127,7 @@ def pieces_of(
         done = before + turn
 
 
-def encode_turns(
-    tokenizer: PreTrainedTokenizerFast, messages: Sequence[Message], tools: Tools
-) -> tuple[list[int], list[bool]]:
+def encode_turns(tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Tools) -> tuple[list[int], list[bool]]:
     """Token ids of the conversation up to its last assistant turn, and which of them are sampled ones."""
     ids: list[int] = []
     sampled: list[bool] = []

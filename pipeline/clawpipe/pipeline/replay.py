@@ -79,6 +79,15 @@ class Replay:
         return None
 
     @property
+    def groups(self) -> tuple[ReadyGroup, ...]:
+        """What waits, oldest first."""
+        return tuple(self._groups)
+
+    def has(self, group_id: str) -> bool:
+        """Whether the group waits here."""
+        return any(group.group_id == group_id for group in self._groups)
+
+    @property
     def ready(self) -> bool:
         """Whether a take could give a batch, staleness aside."""
         return len(self._groups) >= self._groups_per_step

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from clawpipe.pipeline.assembler import Rollout
-from clawpipe.pipeline.records import RolloutRequest
+from clawpipe.pipeline.records import RolloutManifest, RolloutRequest
 from clawpipe.pipeline.replay import ReadyGroup
 from clawpipe.pipeline.segments import DropReason
 
@@ -121,6 +121,7 @@ class Scheduler:
         self._seed = seed
         self._refill = refill
         self._groups: dict[str, _Group] = {}
+        self._over: set[int] = set()  # numbers of the groups that are complete
         self.next_number = 0
         self._order = lru_cache(maxsize=2)(self._shuffled)
 
@@ -161,59 +162,78 @@ class Scheduler:
 
     def adopt(self, request: RolloutRequest) -> None:
         """This request is in the work queue still: its rollout is in flight."""
-        name = parse(request.rollout_id)
-        if name is None or name.place >= self._group_size:
+        found = self._find(request)
+        if found is None:
             return
-        group = self._group(name, request.task_id, request.harness, request.version)
-        place = group.places[name.place]
+        name, _, place = found
         if name.again >= place.again:
             place.again, place.out = name.again, not place.over
 
-    def know(self, rollout_id: str) -> None:
-        """This id has been used: neither it nor a lower one of its place or group is given out again."""
+    def know(self, rollout_id: str, *, over: bool = False) -> None:
+        """This id has been used: neither it nor an older one is given out again. `over`: its group is."""
         name = parse(rollout_id)
         if name is None:
             return
         self.next_number = max(self.next_number, name.number + 1)
+        if over:
+            self._over.add(name.number)
         group = self._groups.get(name.group_id)
         if group is not None and name.place < len(group.places):
             place = group.places[name.place]
             place.again = max(place.again, name.again)
 
-    def lose(self, rollout_id: str) -> None:
-        """The rollout will never be heard of again; its place is requested anew."""
-        name = parse(rollout_id)
-        group = self._groups.get(name.group_id) if name else None
-        if name is not None and group is not None and group.places[name.place].again == name.again:
-            group.places[name.place].out = False
+    def is_over(self, number: int) -> bool:
+        """Whether the group is complete: nothing can be added to it."""
+        return number in self._over
 
     def settle(self, rollout: Rollout) -> Settlement:
         """A rollout is closed."""
-        manifest = rollout.manifest
-        name = parse(manifest.rollout_id)
-        if name is None or name.place >= self._group_size:
+        found = self._find(rollout.manifest)
+        if found is None:
             return Settlement(DropReason.LATE)
-        group = self._group(name, manifest.task_id, manifest.harness, manifest.version)
-        place = group.places[name.place]
+        name, group, place = found
         if name.again >= place.again:
             place.again, place.out = name.again, False
         if place.over:
             return Settlement(DropReason.LATE)
         if rollout.dropped is None:
             place.filled, place.out = rollout, False
-        elif rollout.dropped in INFRASTRUCTURE and self._refill and place.losses + 1 < MAX_LOSSES:
-            place.losses += 1
-            return Settlement(rollout.dropped)
-        else:
-            place.closed, place.out = True, False
-        return self._settled(name.group_id, group, rollout.dropped)
+            return self._settled(group, None)
+        return self._unused(group, place, rollout.dropped)
 
-    def _settled(self, group_id: str, group: _Group, reason: DropReason | None) -> Settlement:
+    def lose(self, rollout_id: str) -> Settlement:
+        """A rollout in flight that nothing will be heard of again."""
+        name = parse(rollout_id)
+        group = self._groups.get(name.group_id) if name else None
+        if name is None or group is None or group.places[name.place].again != name.again:
+            return Settlement(DropReason.LOST)
+        place = group.places[name.place]
+        place.out = False
+        return self._unused(group, place, DropReason.LOST)
+
+    def withdraw(self, rollout_id: str) -> None:
+        """Its request was taken back before anybody ran it: the place can be requested anew."""
+        name = parse(rollout_id)
+        group = self._groups.get(name.group_id) if name else None
+        if name is not None and group is not None and group.places[name.place].again == name.again:
+            group.places[name.place].out = False
+
+    def _unused(self, group: _Group, place: _Place, reason: DropReason) -> Settlement:
+        if reason in INFRASTRUCTURE:
+            place.losses += 1
+            if self._refill and place.losses < MAX_LOSSES:
+                return Settlement(reason)
+        place.closed, place.out = True, False
+        return self._settled(group, reason)
+
+    def _settled(self, group: _Group, reason: DropReason | None) -> Settlement:
         if not all(place.over for place in group.places):
             return Settlement(reason, place_closed=reason is not None)
-        del self._groups[group_id]
+        key = group_id(group.number)
+        del self._groups[key]
+        self._over.add(group.number)
         rollouts = tuple(place.filled for place in group.places if place.filled is not None)
-        ready = ReadyGroup(group_id, group.number, group.version, rollouts) if rollouts else None
+        ready = ReadyGroup(key, group.number, group.version, rollouts) if rollouts else None
         return Settlement(reason, place_closed=reason is not None, complete=True, group=ready)
 
     @property
@@ -227,9 +247,24 @@ class Scheduler:
         )
 
     @property
-    def open_groups(self) -> tuple[str, ...]:
-        """Groups that are not complete."""
-        return tuple(self._groups)
+    def open_groups(self) -> dict[str, int]:
+        """The groups that are not complete, with the number of places that are filled or can be."""
+        return {key: sum(not place.closed for place in group.places) for key, group in self._groups.items()}
+
+    @property
+    def waiting(self) -> tuple[Rollout, ...]:
+        """Usable rollouts whose groups are not complete."""
+        return tuple(
+            place.filled for group in self._groups.values() for place in group.places if place.filled is not None
+        )
+
+    def _find(self, what: RolloutRequest | RolloutManifest) -> tuple[RolloutName, _Group, _Place] | None:
+        """Name, group and place of a rollout; None when its group is over, or the id is not ours."""
+        name = parse(what.rollout_id)
+        if name is None or name.place >= self._group_size or name.number in self._over:
+            return None
+        group = self._group(name, what.task_id, what.harness, what.version)
+        return name, group, group.places[name.place]
 
     def _group(self, name: RolloutName, task_id: str, harness: str, version: int) -> _Group:
         found = self._groups.get(name.group_id)

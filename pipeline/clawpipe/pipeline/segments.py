@@ -43,7 +43,8 @@ class DropReason(StrEnum):
     LOST_ATTEMPT = "lost_attempt"  # of a delivery of the request that died
     UNLISTED = "unlisted"  # not in the manifest
     INCOMPLETE = "incomplete"  # a call of the manifest never came
-    LATE = "late"  # the rollout was over already
+    LATE = "late"  # its rollout or its place in the group was over already
+    UNADMITTED = "unadmitted"  # nobody asked for the rollout
     INFRA = "infra"
     VERIFIER_INFRA = "verifier_infra"
     LOST = "lost"  # the request is gone and no manifest came

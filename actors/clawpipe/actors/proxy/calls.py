@@ -140,7 +140,9 @@ class Calls:
         outcome: Answer | CallError = CallError(Fault.SETTLED, "The call was ended.")
         try:
             with call.scope:
-                sampled = await self._sampler.sample(prompt.ids, prompt.max_tokens, session.call_id(call.index), call.cut)
+                sampled = await self._sampler.sample(
+                    prompt.ids, prompt.max_tokens, session.call_id(call.index), call.cut
+                )
                 outcome = await self._finish(session, call, ask, prompt, sampled)
         except (EngineError, BrokerError) as err:
             session.num_aborted += 1

@@ -40,9 +40,7 @@ class Recorder:
         call.recorded = sampled.finish_reason
 
 
-def delta_record(
-    session: Session, call: Call, prompt: Prompt, sampled: Sampled, *, malformed: bool
-) -> CallRecord:
+def delta_record(session: Session, call: Call, prompt: Prompt, sampled: Sampled, *, malformed: bool) -> CallRecord:
     """The record: the prompt is what it shares with the call it shares most with, and the rest in full."""
     parent, shared = session.prefixes.longest(prompt.ids)
     assert len(sampled.ids) == len(sampled.logprobs)

@@ -12,7 +12,7 @@ from clawpipe.actors.proxy.dialects.chat import Chat, models
 from clawpipe.actors.proxy.dialects.dialect import Dialect, read_body
 from clawpipe.actors.proxy.identity import Session
 from clawpipe.actors.proxy.messages import CallError, Fault
-from clawpipe.actors.proxy.stream import HungUp, Receive, Reply, Send, deliver
+from clawpipe.actors.proxy.stream import Receive, Reply, Send, deliver
 
 MAX_BODY_BYTES = 64 * 1024**2
 
@@ -36,8 +36,6 @@ class Endpoint:
         session.reply_begins()
         try:
             await self._serve(session, scope, receive, send)
-        except HungUp:
-            raise
         except Exception as err:
             self._crash(err)
             raise

@@ -23,10 +23,6 @@ JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
 
 
-class HungUp(Exception):
-    """The response cannot be completed in its form: the connection is closed in the middle instead."""
-
-
 class Reply:
     """One HTTP response. `delivered`: its last byte went to a client that was still there."""
 
@@ -60,7 +56,11 @@ class Reply:
 
 
 async def deliver(reply: Reply, dialect: Dialect, ask: Ask, call: Call, keepalive_s: float) -> None:
-    """Waits for the call's outcome and sends it. HungUp when an error comes after the headers of a whole answer."""
+    """Waits for the call's outcome and sends it.
+
+    An error that comes when the headers of a whole answer are out cannot be said any more: the response is left
+    incomplete, and the server closes the connection, which clients take for a fault and try again.
+    """
     if ask.stream:
         await reply.begin(200, EVENTS)
         await _wait(reply, call, dialect.keepalive, keepalive_s)
@@ -92,9 +92,8 @@ async def _send_events(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> 
 
 async def _send_whole(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> None:
     if isinstance(call.outcome, CallError):
-        if reply.begun:
-            raise HungUp
-        await reply.whole(*dialect.error(call.outcome))
+        if not reply.begun:
+            await reply.whole(*dialect.error(call.outcome))
         return
     body = dialect.whole(ask, _answer(call))
     call.delivered |= await (reply.end(body) if reply.begun else reply.whole(200, body))

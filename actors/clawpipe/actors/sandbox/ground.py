@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -9,11 +10,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from clawpipe.actors.sandbox.bubblewrap import View
-from clawpipe.actors.sandbox.collect import Snapshot
+from clawpipe.actors.sandbox.collect import Entry, File, Snapshot
 from clawpipe.actors.sandbox.network import Network
 from clawpipe.actors.sandbox.workspace import Quota, Workspace
 
 Contents = Mapping[str, bytes] | Snapshot
+
+
+def entries_of(contents: Contents) -> Mapping[bytes, Entry]:
+    """What a workspace holds at the start, by relative path."""
+    if isinstance(contents, Snapshot):
+        return contents.entries
+    return {os.fsencode(path): File(data) for path, data in contents.items()}
 
 
 @dataclass(frozen=True, slots=True)

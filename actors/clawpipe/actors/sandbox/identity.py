@@ -6,12 +6,22 @@ A pid alone is reused; with the process's start time it is not.
 from __future__ import annotations
 
 import os
+import re
+import uuid
 from pathlib import Path
 
+IDENTITY = re.compile(r".*-(\d+)-(\d+)-[0-9a-f]{8}")
 
-def own_identity() -> str:
-    """"<pid>-<start time in clock ticks since boot>" of this process."""
-    return f"{os.getpid()}-{_start_time(os.getpid())}"
+
+def new_identity() -> str:
+    """ "<pid>-<start time in clock ticks since boot>-<random>", for a supervisor of this process."""
+    return f"{os.getpid()}-{_start_time(os.getpid())}-{uuid.uuid4().hex[:8]}"
+
+
+def is_dead(name: str) -> bool:
+    """Whether `name` ends with the identity of a supervisor whose process is no more."""
+    match = IDENTITY.fullmatch(name)
+    return match is not None and not is_alive(int(match[1]), int(match[2]))
 
 
 def is_alive(pid: int, start_time: int) -> bool:
@@ -19,10 +29,21 @@ def is_alive(pid: int, start_time: int) -> bool:
     return _start_time(pid) == start_time
 
 
+def parent_of(pid: int) -> int | None:
+    """The pid of its parent, None when there is no such process."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
+
+
 def _start_time(pid: int) -> int | None:
     """None when there is no such process, or only its zombie."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] != "Z" else None
+
+
+def _stat(pid: int) -> list[str]:
+    """/proc/PID/stat from the state on: state, parent, group, ..."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] == "Z" else int(fields[19])
+        return []

@@ -63,9 +63,7 @@ def setns(fd: int, kind: int) -> None:
 def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
     """mount(2). OSError."""
     encoded = [None if text is None else os.fsencode(text) for text in (source, target, kind, options)]
-    _check(
-        _libc().mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}"
-    )
+    _check(_libc().mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]), f"mount {target}")
 
 
 def unmount(target: str) -> None:
@@ -99,6 +97,11 @@ def attach(fd: int, target: str) -> None:
     """Mounts a detached copy at `target` in the calling thread's mount namespace. OSError."""
     result = _libc().syscall(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
     _check(result, f"move_mount {target}")
+
+
+def syncfs(fd: int) -> None:
+    """Writes the file system that holds `fd` to its disk. OSError."""
+    _check(_libc().syncfs(fd), "syncfs")
 
 
 def namespace(kind: str) -> int:

@@ -2,7 +2,7 @@
 
 Three kinds of machine: controllers in cgroup v1 with or without an empty cgroup2 beside them (hybrid), plain
 cgroup2, and no writable cgroups at all (ordinary users: resource limits only). A supervisor has one folder per
-hierarchy, `clawpipe-<run id>-<pid>-<start time>`, below its own group, so whatever limits bind the supervisor
+hierarchy, `clawpipe-<run id>-<identity>`, below its own group, so whatever limits bind the supervisor
 bind its sandboxes; each sandbox has one folder in each.
 """
 
@@ -17,11 +17,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from clawpipe.actors.sandbox.identity import is_alive
+from clawpipe.actors.sandbox.identity import is_dead
 
 CONTROLLERS = ("memory", "pids", "cpu")
 _CPU_PERIOD_US = 100_000
-_NAME = re.compile(r"clawpipe-.+-(\d+)-(\d+)")
 # Of pids.max, for bubblewrap's monitor and its pid 1: the rest is the program's.
 _OWN_PROCESSES = 2
 
@@ -117,7 +116,7 @@ class Group:
 
     def remove(self) -> bool:
         """Takes the folders away; False while the kernel still holds one of them."""
-        return all([_remove(folder) for folder in self.folders])
+        return sum(not _remove(folder) for folder in self.folders) == 0
 
     def _pids(self) -> list[int]:
         pids: set[int] = set()
@@ -265,8 +264,7 @@ def sweep(hierarchies: Hierarchies, recorded: Iterable[Path] = ()) -> list[str]:
         places.update((own, *own.parent.glob("*/")) if own.parent != own else (own,))
     swept = set()
     for folder in (found for place in places for found in place.glob("clawpipe-*")):
-        match = _NAME.fullmatch(folder.name)
-        if match and not is_alive(int(match[1]), int(match[2])):
+        if is_dead(folder.name):
             _clear(folder)
             swept.add(folder.name)
     return sorted(swept)
@@ -279,7 +277,7 @@ def _clear(folder: Path, timeout_s: float = 5.0) -> None:
     groups = [Group({}, path) if (path / "cgroup.kill").exists() else Group({"": path}, None) for path in inner]
     for group in groups:
         group.kill()
-    while not all([group.remove() for group in groups]) and time.monotonic() < deadline:
+    while sum(not group.remove() for group in groups) and time.monotonic() < deadline:
         time.sleep(0.005)
         for group in groups:
             if group.folders[0].exists():

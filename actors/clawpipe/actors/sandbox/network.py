@@ -16,9 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from clawpipe.pipeline.errors import SandboxError
-
 from clawpipe.actors.sandbox import kernel
+from clawpipe.pipeline.errors import SandboxError
 
 BACKLOG = 128
 _SIOCSIFFLAGS = 0x8914

@@ -15,9 +15,8 @@ import trio
 
 from clawpipe.actors.sandbox import network, workspace
 from clawpipe.actors.sandbox.bubblewrap import Programs, View
-from clawpipe.actors.sandbox.collect import Snapshot
 from clawpipe.actors.sandbox.forking import ForkingThread, open_thread
-from clawpipe.actors.sandbox.ground import Built, Plan
+from clawpipe.actors.sandbox.ground import Built, Plan, entries_of
 from clawpipe.actors.sandbox.root_ground import make_etc
 
 
@@ -58,14 +57,11 @@ class OrdinaryGround:
             await self._in_thread(partial(box.mkdir, mode=0o700))
             space = workspace.plain_folder(str(box))
             stack.callback(space.close)
-            contents = plan.contents
-            entries = contents.entries if isinstance(contents, Snapshot) else workspace.entries_of(contents)
+            entries = entries_of(plan.contents)
             await self._in_thread(partial(workspace.write_entries, space.root_fd, entries))
             net = None
             if plan.port is not None:
-                net = await trio.to_thread.run_sync(
-                    network.create_unprivileged, plan.port, limiter=self._limiter
-                )
+                net = await trio.to_thread.run_sync(network.create_unprivileged, plan.port, limiter=self._limiter)
                 stack.callback(net.close)
             yield Built(space, [(host_path, inside) for inside, host_path in plan.binds.items()], net)
 

@@ -16,12 +16,14 @@ from enum import StrEnum
 
 import msgspec
 import trio
-from clawpipe.pipeline.errors import SandboxError
 
+from clawpipe.actors.sandbox.identity import parent_of
 from clawpipe.actors.sandbox.limits import Group
+from clawpipe.pipeline.errors import SandboxError
 
 KEPT_OUTPUT_BYTES = 256 * 1024
 KILL_TIMEOUT_S = 20.0
+_LEAVE_S = 1.0
 _POLL_S = 0.002
 _READ_BYTES = 64 * 1024
 
@@ -69,59 +71,79 @@ class Process:
                         if pipe is not None:
                             nursery.start_soon(output.drain, _stream(pipe.fileno()), number, waiting.cancel)
                     await trio.lowlevel.wait_readable(self.pidfd)
-                await self.kill()  # then nobody holds the pipes any more, and draining ends
+                if not await self.kill():  # once all are dead nobody holds the pipes, and draining ends by itself
+                    nursery.cancel_scope.cancel()
         finally:
-            await self.kill()
+            is_dead = await self.kill()
             code = self._reports().get("exit-code")
             self._close()
-        reason = Reason.EXITED
+        if not is_dead:
+            raise SandboxError(
+                f"sandbox: processes started by {self.popen.pid} are still there {KILL_TIMEOUT_S:g} s after SIGKILL; "
+                "look for processes in state D on this host"
+            )
+        reason = Reason.WALL_CLOCK if waiting.cancelled_caught else Reason.EXITED
         if output.is_flooded:
             reason = Reason.OUTPUT
-        elif waiting.cancelled_caught:
-            reason = Reason.WALL_CLOCK
-        elif code is None:
+        if reason is Reason.EXITED and code is None:
             raise SandboxError(f"sandbox: the program could not be started: {output.text()}")
+        return self._exit(reason, code, output, trio.current_time() - started)
+
+    def _exit(self, reason: Reason, code: int | None, output: _Output, wall_s: float) -> Exit:
         return Exit(
             reason=reason,
             code=code if reason is Reason.EXITED else None,
             output=bytes(output.tails[0]),
             errors=bytes(output.tails[1]),
             output_bytes=output.num_bytes,
-            wall_s=trio.current_time() - started,
+            wall_s=wall_s,
             peak_memory_bytes=self.group.peak_bytes(),
             oom_kills=self.group.oom_kills(),
         )
 
-    async def kill(self) -> None:
-        """Ends everything in the sandbox and waits until it is gone. SandboxError when it will not go."""
+    async def kill(self) -> bool:
+        """Ends everything in the sandbox and waits until it is gone; False when it will not go."""
         with trio.CancelScope(shield=True), trio.move_on_after(KILL_TIMEOUT_S) as patience:
-            first_fd = None if self.group.folders else self._first_process()
             if self.popen.returncode is None:
+                await self._end_first_process()
                 signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
                 await trio.lowlevel.wait_readable(self.pidfd)
                 self.popen.wait()
-            if first_fd is None:
-                await self._kill_group()
-            else:
-                await _wait_and_close(first_fd)
-        if patience.cancelled_caught:
-            raise SandboxError(
-                f"sandbox: processes started by {self.popen.pid} are still there {KILL_TIMEOUT_S:g} s after SIGKILL; "
-                "look for processes in state D on this host"
-            )
+            while self.group.folders and self.group.populated():
+                self.group.kill()
+                await trio.sleep(_POLL_S)
+        return not patience.cancelled_caught
 
-    async def _kill_group(self) -> None:
-        while self.group.folders and self.group.populated():
-            self.group.kill()
-            await trio.sleep(_POLL_S)
+    async def _end_first_process(self) -> None:
+        """Kills the sandbox's pid 1: it ends after everything else in there has.
+
+        bubblewrap then reaps it and ends by itself; killed first, it would leave a zombie to whatever is pid 1
+        of the host, which in many containers reaps nothing.
+        """
+        first = self._first_process()
+        if first is None:
+            return
+        try:
+            signal.pidfd_send_signal(first, signal.SIGKILL)
+            await trio.lowlevel.wait_readable(first)
+        finally:
+            os.close(first)
+        with trio.move_on_after(_LEAVE_S):
+            await trio.lowlevel.wait_readable(self.pidfd)
 
     def _first_process(self) -> int | None:
-        """Without control groups: the pidfd of its pid 1, which dies with bubblewrap, after all others in it."""
+        """Its pidfd, if it is still there."""
         pid = self._reports().get("child-pid")
+        if pid is None:
+            return None
         try:
-            return os.pidfd_open(pid) if pid is not None else None
+            fd = os.pidfd_open(pid)
         except ProcessLookupError:
             return None
+        if parent_of(pid) != self.popen.pid:  # reaped, and its number used again
+            os.close(fd)
+            return None
+        return fd
 
     def _reports(self) -> dict[str, int]:
         """What bubblewrap has reported until now: child-pid at the start, exit-code at the end."""
@@ -172,10 +194,3 @@ class _Output:
 
 def _stream(fd: int) -> trio.lowlevel.FdStream:
     return trio.lowlevel.FdStream(os.dup(fd))
-
-
-async def _wait_and_close(fd: int) -> None:
-    try:
-        await trio.lowlevel.wait_readable(fd)
-    finally:
-        os.close(fd)

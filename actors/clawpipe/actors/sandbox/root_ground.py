@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TypeVar
 
 import trio
-from clawpipe.pipeline.errors import SandboxError
 
 from clawpipe.actors.sandbox import kernel, network, workspace
 from clawpipe.actors.sandbox.bubblewrap import ETC_FILES, HOST_ENVIRONMENT, Programs, View, become
-from clawpipe.actors.sandbox.collect import Entry, Snapshot
+from clawpipe.actors.sandbox.collect import Snapshot
 from clawpipe.actors.sandbox.forking import ForkingThread, open_thread
-from clawpipe.actors.sandbox.ground import Built, Plan
+from clawpipe.actors.sandbox.ground import Built, Plan, entries_of
 from clawpipe.actors.sandbox.workspace import Layers, Quota, Workspace
+from clawpipe.pipeline.errors import SandboxError
 
 _COVERED = ("/mnt", "/media", "/srv")  # the first that exists is laid over, in our namespace only
 _PAGE_BYTES = 4096
@@ -112,7 +112,7 @@ class RootGround:
             if net is not None:
                 stack.callback(net.close)
             if layer_fd is None:
-                fill = partial(workspace.write_entries, space.root_fd, _entries(plan), plan.uid)
+                fill = partial(workspace.write_entries, space.root_fd, entries_of(plan.contents), plan.uid)
                 await self._in_thread(fill)
             sources = [(f"{box}/bind{index}", inside) for index, inside in enumerate(plan.binds)]
             yield Built(space, sources, net)
@@ -190,20 +190,14 @@ def _place(
     if layer_fd is not None:
         space = workspace.mount_overlay(box, layer_fd, plan.uid, plan.quota)
     else:
-        num_bytes, num_files = workspace.size_of(_entries(plan))
-        room = Quota(
-            plan.quota.max_bytes + num_bytes + num_files * _PAGE_BYTES, plan.quota.max_files + num_files
-        )
+        num_bytes, num_files = workspace.size_of(entries_of(plan.contents))
+        room = Quota(plan.quota.max_bytes + num_bytes + num_files * _PAGE_BYTES, plan.quota.max_files + num_files)
         space = workspace.mount_copy(box, plan.uid, room)
     try:
         return space, None if plan.port is None else network.create(plan.port, home_net)
     except OSError:
         space.close()
         raise
-
-
-def _entries(plan: Plan) -> dict[bytes, Entry]:
-    return plan.contents.entries if isinstance(plan.contents, Snapshot) else workspace.entries_of(plan.contents)
 
 
 def _attach_bind(fd: int, target: str) -> None:

@@ -179,9 +179,7 @@ def build(machine: str | None = None) -> bytes:
 def _table(machine: str) -> _Machine:
     tables = {"x86_64": _X86_64, "aarch64": _AARCH64}
     if machine not in tables:
-        raise SandboxError(
-            f"sandbox: no system-call filter for {machine}; run the actors on x86_64 or aarch64"
-        )
+        raise SandboxError(f"sandbox: no system-call filter for {machine}; run the actors on x86_64 or aarch64")
     return tables[machine]
 
 
@@ -195,9 +193,7 @@ def _when(jump: int, value: int, error: int) -> list[bytes]:
 
 def _only_families(number: int) -> list[bytes]:
     """If the call is `number`, its first argument decides; else on to what follows."""
-    tests = [
-        _instruction(_JUMP_EQUAL, family, len(_FAMILIES) - index, 0) for index, family in enumerate(_FAMILIES)
-    ]
+    tests = [_instruction(_JUMP_EQUAL, family, len(_FAMILIES) - index, 0) for index, family in enumerate(_FAMILIES)]
     body = [
         _instruction(_LOAD, _FIRST_ARGUMENT),
         *tests,

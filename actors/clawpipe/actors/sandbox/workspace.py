@@ -48,11 +48,6 @@ class Workspace:
         os.close(self.root_fd)
 
 
-def entries_of(files: Mapping[str, bytes]) -> dict[bytes, Entry]:
-    """A task's files as entries. ValueError for a path that is not a relative one inside the folder."""
-    return {os.fsencode(path): File(data) for path, data in files.items()}
-
-
 class Layers:
     """Folders with given content, each written once: `<folder>/<digest>`, put in place atomically."""
 
@@ -68,7 +63,7 @@ class Layers:
         temporary = self._folder / f".{uuid.uuid4().hex}"
         temporary.mkdir(mode=0o755)
         with _opened(temporary) as root_fd:
-            write_entries(root_fd, entries_of(files))
+            write_entries(root_fd, {os.fsencode(path): File(data) for path, data in files.items()})
         try:
             temporary.rename(target)
         except OSError:  # somebody else wrote the same

@@ -1,0 +1,179 @@
+"""The role `coldstart`: supervised training on scripted demonstrations, before the first rollout.
+
+Runs once, in one process, through the same model, packing and log-probabilities as reinforcement learning.
+Stage 1 trains on clean demonstrations until the model has learned to copy, which comes suddenly; stage 2 adds
+flawed ones while the learning rates fall, so that reinforcement learning finds something to unlearn.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path as FilePath
+
+import torch
+from transformers import AutoTokenizer
+
+from clawpipe.learner import batch, hf, parallel
+from clawpipe.learner.batch import ForestTensors
+from clawpipe.learner.demonstrations import read, sequence
+from clawpipe.learner.model import PolicyModel, build_model
+from clawpipe.learner.numerics import token_logprobs
+from clawpipe.learner.optimizer import MuonAdamW, Optimizer
+from clawpipe.pipeline.config import ColdStartConfig, Config, ParallelConfig
+from clawpipe.pipeline.errors import LearnerError
+from clawpipe.pipeline.forest import Batch, RolloutRow
+from clawpipe.pipeline.observe import Progress, start_log
+from clawpipe.pipeline.packing import Path, Trainable, pack
+from clawpipe.pipeline.runtime import Runtime
+
+CLIP_GRAD = 1.0
+LAST_LR_SCALE = 0.05  # what stage 2 ends with
+GATE_DEMONSTRATIONS = 64  # held-out ones that the gate looks at
+USUAL_CLEAN_STEPS = 220  # how long stage 1 takes with the default recipe; for the time left only
+
+
+@dataclass(frozen=True, slots=True)
+class Lessons:
+    """The demonstrations as sequences, by their use."""
+
+    clean: Sequence[Path]
+    flawed: Sequence[Path]
+    held_out: Sequence[Path]  # clean ones, not trained on
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a cold start went."""
+
+    clean_steps: int  # of stage 1
+    gate_probability: float  # of held-out demonstrations, when stage 1 ended
+    loss: float  # of the last step of stage 2, nats per token
+
+
+def main(config: Config, runtime: Runtime) -> None:
+    """Writes `runtime.start_model_dir`. LearnerError when stage 1 does not reach the gate."""
+    recipe, tiny = config.model.coldstart, config.model.tiny
+    if recipe is None or tiny is None:
+        raise LearnerError("the role `coldstart` needs [model.tiny] and [model.coldstart]; add them, or do not run it")
+    log = start_log("coldstart", config.observe.level)
+    progress = Progress(runtime.path(), "coldstart", "cold start")
+    torch.set_num_threads(config.learner.threads)
+    source = FilePath(runtime.init_model_dir)
+    lessons = read_lessons(FilePath(runtime.demos_path), source)
+    with parallel.session(ParallelConfig()):
+        model = build_model(source, ParallelConfig(), torch.float32, tiny.seed)
+        hf.load(model, source)
+        trainer = Trainer(model, recipe, lessons, random.Random(f"coldstart-{tiny.seed}"))
+        outcome = trainer.run(progress)
+        hf.save_hf_folder(model, source, FilePath(runtime.start_model_dir))
+    progress.finish(f"{outcome.clean_steps} clean and {recipe.flawed_steps} flawed steps")
+    log.info(
+        "cold start finished",
+        clean_steps=outcome.clean_steps,
+        flawed_steps=recipe.flawed_steps,
+        probability=outcome.gate_probability,
+        loss=outcome.loss,
+    )
+
+
+def read_lessons(demos_path: FilePath, model_dir: FilePath) -> Lessons:
+    """The demonstrations in the model's tokens. LearnerError when a kind of them is missing."""
+    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    kinds: dict[str, list[Path]] = {"clean": [], "flawed": [], "held_out": []}
+    for each in read(demos_path):
+        kind = "held_out" if each.held_out else "flawed" if each.flawed else "clean"
+        kinds[kind].append(sequence(tokenizer, each))
+    missing = [kind for kind, paths in kinds.items() if not paths]
+    if missing:
+        raise LearnerError(f"{demos_path}: no {' and no '.join(missing)} demonstrations; write the file anew")
+    return Lessons(**kinds)
+
+
+class Trainer:
+    """The two stages on one model."""
+
+    def __init__(self, model: PolicyModel, recipe: ColdStartConfig, lessons: Lessons, dice: random.Random) -> None:
+        self._model = model
+        self._recipe = recipe
+        self._lessons = lessons
+        self._dice = dice
+        self._optimizer: Optimizer = MuonAdamW(
+            model, muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, clip_grad=CLIP_GRAD
+        )
+        self._gate = _forest(lessons.held_out[:GATE_DEMONSTRATIONS], model.vocab_size)
+
+    def run(self, progress: Progress) -> Outcome:
+        """Both stages. LearnerError when `max_steps` do not open the gate."""
+        clean_steps, probability = self._train_clean(progress)
+        loss = self._train_mixed(progress, clean_steps)
+        return Outcome(clean_steps=clean_steps, gate_probability=probability, loss=loss)
+
+    def probability(self) -> float:
+        """Mean over held-out demonstrations of the probability of all their assistant turns together."""
+        with torch.no_grad():
+            logprob_E = token_logprobs(self._model, self._gate, temperature=1.0)
+        rollout_E = self._gate.entry_rollout_E
+        logprob_R = torch.zeros(int(rollout_E.max()) + 1).index_add_(0, rollout_E, logprob_E.cpu())
+        return float(logprob_R.exp().mean())
+
+    def _train_clean(self, progress: Progress) -> tuple[int, float]:
+        recipe, probability = self._recipe, 0.0
+        for step in range(1, recipe.max_steps + 1):
+            loss = self._step(self._draw(flawed_fraction=0.0), min(1.0, step / max(recipe.warmup_steps, 1)))
+            if step % recipe.check_every_steps == 0:
+                probability = self.probability()
+            detail = f"step {step}, loss {loss:.3f}, held-out probability {probability:.3f}"
+            progress.at(step, detail, max(USUAL_CLEAN_STEPS, step) + recipe.flawed_steps)
+            if probability >= recipe.gate_probability:
+                return step, probability
+        raise LearnerError(
+            f"cold start: after max_steps = {recipe.max_steps} the model gives held-out demonstrations the "
+            f"probability {probability:.3f}, below gate_probability = {recipe.gate_probability}; raise max_steps "
+            "of [model.coldstart] or take another seed of [model.tiny]"
+        )
+
+    def _train_mixed(self, progress: Progress, clean_steps: int) -> float:
+        total, loss = self._recipe.flawed_steps, math.nan
+        for step in range(total):
+            drawn = self._draw(self._recipe.flawed_fraction)
+            loss = self._step(drawn, max(LAST_LR_SCALE, 1 - step / total))
+            progress.at(clean_steps + step + 1, f"flawed step {step + 1}, loss {loss:.3f}", clean_steps + total)
+        return loss
+
+    def _draw(self, flawed_fraction: float) -> list[Path]:
+        """One batch. Neither list is walked through in order: a batch is a sample of all demonstrations."""
+        lists = (self._lessons.clean, self._lessons.flawed)
+        return [self._dice.choice(lists[self._dice.random() < flawed_fraction]) for _ in range(self._recipe.batch_size)]
+
+    def _step(self, sequences: Sequence[Path], lr_scale: float) -> float:
+        """One optimizer step on the mean loss per sampled token, which is returned in nats."""
+        forest = _forest(sequences, self._model.vocab_size)
+        self._optimizer.set_lr(lr_scale)
+        self._optimizer.zero_grad()
+        loss = -token_logprobs(self._model, forest, temperature=1.0).mean()
+        torch.autograd.backward(loss)
+        self._optimizer.step()
+        return loss.item()
+
+
+def _forest(sequences: Sequence[Path], vocab_size: int) -> ForestTensors:
+    """The sequences as one forest: what they share, the system turn above all, is computed once."""
+    trainables = [Trainable(rollout_index=index, paths=(path,)) for index, path in enumerate(sequences)]
+    (forest,) = pack(trainables, budget_tokens=sum(len(path.tokens) for path in sequences))
+    rows = tuple(
+        RolloutRow(
+            rollout_id=f"demonstration {index}",
+            group_id="",
+            harness="",
+            reward=0.0,
+            advantage=0.0,
+            num_trainable=len(path.entries),
+        )
+        for index, path in enumerate(sequences)
+    )
+    demonstrations = Batch(batch_id="cold start", version=0, rollouts=rows, forests=(forest,))
+    (tensors,) = batch.load(demonstrations, vocab_size=vocab_size, version=0)
+    return tensors

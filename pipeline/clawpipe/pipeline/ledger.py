@@ -1,0 +1,281 @@
+"""The books of a run: every rollout, call and token ends in a named state.
+
+The flow tells the ledger what happens; `check` proves at every tick that what was sampled is in flight,
+queued, leased, trained or dropped for a reason. The books are kept in memory and handed in batches to
+`ledger_file`, which writes them off the hot path. The records stream remains the truth: after a restart the
+rows of rollouts that are not done are made anew from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+
+import msgspec
+
+from clawpipe.pipeline.assembler import Rollout, num_sampled
+from clawpipe.pipeline.books import BatchRow, CallRow, Changes, RolloutState, Row, Totals, UpdateRow, added
+from clawpipe.pipeline.records import AgentFailed, CallRecord, RolloutManifest, RolloutRequest
+from clawpipe.pipeline.segments import CallFate, DropReason
+
+
+class Ledger:
+    """See the module. One row for each rollout that is not finished; finished ones are summed up."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+        self.batches: dict[str, BatchRow] = {}
+        self.updates: dict[int, UpdateRow] = {}
+        self._finished: dict[str, Totals] = {}  # by harness
+        self._leaving: list[Row] = []  # finished, and not handed over yet
+        self._dirty: set[str] = set()
+        self._unchecked: set[str] = set()
+        self._removed_rows: set[str] = set()
+        self._calls: list[CallRow] = []
+        self._dirty_batches: set[str] = set()
+        self._dirty_updates: set[int] = set()
+        self._cut_updates: int | None = None
+        self._meta: dict[str, bytes] = {}
+
+    # What happens -----------------------------------------------------------------------------------------
+
+    def requested(self, request: RolloutRequest) -> None:
+        """A rollout is on the work queue."""
+        row = self._row(request.rollout_id, request.group_id)
+        row.task_id, row.harness = request.task_id, request.harness
+        row.version, row.admitted_s = request.version, request.admitted_s
+
+    def sampled(self, record: CallRecord, group_id: str) -> None:
+        """A call that was not known has come."""
+        row = self._row(record.rollout_id, group_id)
+        row.harness = row.harness or record.harness
+        row.calls += 1
+        row.roles = {**row.roles, record.role.value: row.roles.get(record.role.value, 0) + 1}
+        row.sampled += num_sampled(record)
+        row.open += num_sampled(record)
+
+    def stray(self, record: CallRecord, group_id: str, reason: DropReason) -> None:
+        """A call that belongs to no rollout that is open: counted and dropped."""
+        tokens = num_sampled(record)
+        dropped = {reason.value: tokens} if tokens else {}
+        self._calls.append(
+            _call_row(record.rollout_id, CallFate(record.call_id, record.role, tokens, 0, {reason: tokens}))
+        )
+        row = self.rows.get(record.rollout_id)
+        if row is None:
+            row = Row(rollout_id=record.rollout_id, group_id=group_id, harness=record.harness)
+            row.calls, row.roles, row.sampled, row.dropped = 1, {record.role.value: 1}, tokens, dropped
+            totals = self._finished.setdefault(record.harness, Totals())
+            totals.add(row)
+            totals.states[row.state] -= 1  # the rollout itself is counted already, or never was one
+            return
+        self._touch(row)
+        row.calls, row.sampled = row.calls + 1, row.sampled + tokens
+        row.roles = {**row.roles, record.role.value: row.roles.get(record.role.value, 0) + 1}
+        row.dropped = added(row.dropped, dropped)
+
+    def settled(self, rollout: Rollout, group_id: str, reason: DropReason | None, last_sequence: int) -> None:
+        """The rollout is closed; `reason`: why it is not used, also if it could be trained."""
+        manifest = rollout.manifest
+        row = self._row(manifest.rollout_id, group_id)
+        _describe(row, manifest)
+        row.last_sequence = last_sequence
+        row.detail = rollout.detail
+        self._take_fates(row, rollout.fates)
+        row.state = RolloutState.QUEUED
+        if reason is not None:
+            self._drop(row, reason)
+
+    def abandoned(self, rollout_id: str, group_id: str, fates: Iterable[CallFate], reason: DropReason) -> None:
+        """No manifest will come: what was sampled is dropped."""
+        row = self._row(rollout_id, group_id)
+        self._take_fates(row, fates)
+        self._drop(row, reason)
+
+    def withdrawn(self, rollout_id: str) -> None:
+        """The request was taken back before it ran."""
+        self._touch(self.rows[rollout_id]).state = RolloutState.WITHDRAWN
+
+    def dropped(self, rollout_id: str, reason: DropReason) -> None:
+        """A queued or leased rollout leaves for good."""
+        self._drop(self.rows[rollout_id], reason)
+
+    def leased(self, batch: BatchRow, unused: Mapping[str, DropReason], masked: Mapping[str, int]) -> None:
+        """A batch went to the learner. `unused`: its rollouts without loss entries; `masked`: tokens that the
+        learner leaves out for their staleness."""
+        self.batches[batch.batch_id] = batch
+        self._dirty_batches.add(batch.batch_id)
+        for rollout_id in batch.rollouts:
+            row = self._touch(self.rows[rollout_id])
+            assert row.state is RolloutState.QUEUED, f"{rollout_id} is {row.state}, and leased"
+            row.state = RolloutState.LEASED
+            row.unused = row.reason = unused[rollout_id].value if rollout_id in unused else ""
+            row.masked = masked.get(rollout_id, 0)
+
+    def stepped(self, batch_id: str, update: UpdateRow) -> None:
+        """The learner trained on a leased batch."""
+        self.batches[batch_id] = msgspec.structs.replace(self.batches[batch_id], updates=update.updates)
+        self._dirty_batches.add(batch_id)
+        self.updates[update.updates] = update
+        self._dirty_updates.add(update.updates)
+        for rollout_id in self.batches[batch_id].rollouts:
+            row = self._touch(self.rows[rollout_id])
+            assert row.state is RolloutState.LEASED, f"{rollout_id} is {row.state}, and trained"
+            row.state, row.update = RolloutState.TRAINED, update.updates
+
+    def requeued(self, batch_id: str) -> None:
+        """What the learner did with the batch is lost: its rollouts wait again."""
+        for rollout_id in self._remove_batch(batch_id).rollouts:
+            row = self._touch(self.rows[rollout_id])
+            row.state, row.update, row.unused, row.reason, row.masked = RolloutState.QUEUED, None, "", "", 0
+
+    def refused(self, batch_id: str, reason: DropReason) -> None:
+        """Nothing was trained of the batch and nothing will be."""
+        for rollout_id in self._remove_batch(batch_id).rollouts:
+            row = self.rows[rollout_id]
+            self._drop(row, DropReason(row.unused) if row.unused else reason)
+
+    def rewound(self, updates: int) -> None:
+        """The learner is back at `updates`: later updates never happened."""
+        self.updates = {number: row for number, row in self.updates.items() if number <= updates}
+        self._dirty_updates = {number for number in self._dirty_updates if number <= updates}
+        self._cut_updates = updates if self._cut_updates is None else min(updates, self._cut_updates)
+
+    def committed(self, batch_ids: Iterable[str]) -> None:
+        """These batches are in a checkpoint for good."""
+        for batch_id in batch_ids:
+            self._remove_batch(batch_id)
+
+    def finish(self, updates: int) -> list[str]:
+        """Rollouts that are dropped or in a checkpoint of `updates` will not change any more: from memory into
+        the sums. Gives their ids."""
+        found = [
+            row
+            for row in self.rows.values()
+            if row.state is RolloutState.DROPPED
+            or (row.state is RolloutState.TRAINED and row.update is not None and row.update <= updates)
+        ]
+        for row in found:
+            _check(row)
+            self._finished.setdefault(row.harness, Totals()).add(self.rows.pop(row.rollout_id))
+            self._unchecked.discard(row.rollout_id)
+            if row.rollout_id in self._dirty:
+                self._dirty.discard(row.rollout_id)
+                self._leaving.append(row)
+        return [row.rollout_id for row in found]
+
+    def note(self, key: str, value: bytes) -> None:
+        """Keeps a value with the run."""
+        self._meta[key] = value
+
+    # Restart ----------------------------------------------------------------------------------------------
+
+    def restore(self, done: Iterable[Row], others: Iterable[Row], updates: Iterable[UpdateRow]) -> None:
+        """Takes up what an earlier process wrote: rollouts that are done, others to keep, and the updates."""
+        for row in done:
+            self._finished.setdefault(row.harness, Totals()).add(row)
+        self.rows.update({row.rollout_id: row for row in others})
+        self.updates = {row.updates: row for row in updates}
+
+    def discard(self, rollout_ids: Iterable[str], batch_ids: Iterable[str]) -> None:
+        """Rows of an earlier process that are made anew from the stream."""
+        self._removed_rows.update(rollout_ids)
+        self._dirty_batches.update(batch_ids)
+
+    # Reading ----------------------------------------------------------------------------------------------
+
+    def changes(self) -> Changes:
+        """What the file does not have yet. The caller must write it."""
+        found = Changes(
+            rows=(*self._leaving, *(msgspec.structs.replace(self.rows[key]) for key in sorted(self._dirty))),
+            removed_rows=tuple(sorted(self._removed_rows - self._dirty)),
+            calls=tuple(self._calls),
+            batches=tuple(self.batches[key] for key in sorted(self._dirty_batches) if key in self.batches),
+            removed_batches=tuple(key for key in sorted(self._dirty_batches) if key not in self.batches),
+            updates=tuple(self.updates[number] for number in sorted(self._dirty_updates)),
+            removed_updates_above=self._cut_updates,
+            meta=self._meta,
+        )
+        self._leaving, self._dirty, self._removed_rows, self._calls = [], set(), set(), []
+        self._dirty_batches, self._dirty_updates, self._cut_updates, self._meta = set(), set(), None, {}
+        return found
+
+    def totals(self) -> dict[str, Totals]:
+        """Sums by harness over all rollouts, finished or not."""
+        found = {harness: deepcopy(totals) for harness, totals in self._finished.items()}
+        for row in self.rows.values():
+            found.setdefault(row.harness, Totals()).add(row)
+        return found
+
+    def check(self, held: Mapping[str, tuple[RolloutState, int]]) -> None:
+        """The conservation law. `held`: the settled rollouts that scheduler, queue and batches hold, with their
+        trainable tokens. AssertionError that names the first rollout which breaks it."""
+        for rollout_id in sorted(self._unchecked):
+            _check(self.rows[rollout_id])
+        self._unchecked.clear()
+        live = RolloutState.QUEUED, RolloutState.LEASED
+        booked = {row.rollout_id: (row.state, row.kept) for row in self.rows.values() if row.state in live}
+        wrong = sorted(set(booked.items()) ^ set(held.items()))
+        assert not wrong, f"rollout {wrong[0][0]}: booked {booked.get(wrong[0][0])}, held {held.get(wrong[0][0])}"
+
+    def in_state(self, states: Collection[RolloutState]) -> list[str]:
+        """Ids of the unfinished rollouts in one of the states."""
+        return [row.rollout_id for row in self.rows.values() if row.state in states]
+
+    # Inside -----------------------------------------------------------------------------------------------
+
+    def _row(self, rollout_id: str, group_id: str) -> Row:
+        row = self.rows.get(rollout_id)
+        if row is None:
+            row = self.rows[rollout_id] = Row(rollout_id=rollout_id, group_id=group_id)
+        return self._touch(row)
+
+    def _touch(self, row: Row) -> Row:
+        self._dirty.add(row.rollout_id)
+        self._unchecked.add(row.rollout_id)
+        return row
+
+    def _take_fates(self, row: Row, fates: Iterable[CallFate]) -> None:
+        row.open = 0
+        for fate in fates:
+            self._calls.append(_call_row(row.rollout_id, fate))
+            row.kept += fate.kept
+            row.dropped = added(row.dropped, {reason.value: n for reason, n in fate.dropped.items()})
+
+    def _drop(self, row: Row, reason: DropReason) -> None:
+        self._touch(row)
+        row.state, row.reason, row.unused = RolloutState.DROPPED, reason.value, reason.value
+
+    def _remove_batch(self, batch_id: str) -> BatchRow:
+        self._dirty_batches.add(batch_id)
+        return self.batches.pop(batch_id)
+
+
+def _check(row: Row) -> None:
+    accounted = row.open + row.kept + sum(row.dropped.values())
+    assert row.sampled == accounted, (
+        f"rollout {row.rollout_id}: {row.sampled} tokens sampled, {accounted} accounted for"
+    )
+    assert not row.open or row.state is RolloutState.IN_FLIGHT, f"{row.rollout_id}: {row.state} with open calls"
+
+
+def _describe(row: Row, manifest: RolloutManifest) -> None:
+    outcome = manifest.outcome
+    row.task_id, row.harness, row.attempt = manifest.task_id, manifest.harness, manifest.attempt
+    row.version, row.admitted_s = manifest.version, manifest.admitted_s
+    row.started_s, row.ended_s, row.num_aborted = manifest.started_s, manifest.ended_s, manifest.num_aborted
+    row.outcome = str(type(outcome).__struct_config__.tag)
+    row.reward = getattr(outcome, "reward", None)
+    if isinstance(outcome, AgentFailed):
+        row.detail = outcome.message
+
+
+def _call_row(rollout_id: str, fate: CallFate) -> CallRow:
+    return CallRow(
+        call_id=fate.call_id,
+        rollout_id=rollout_id,
+        role=fate.role.value,
+        sampled=fate.sampled,
+        kept=fate.kept,
+        dropped={reason.value: tokens for reason, tokens in fate.dropped.items()},
+    )

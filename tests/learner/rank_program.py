@@ -1,0 +1,66 @@
+"""One rank of a small learner: trains on given batches and says what came out. Run by test_layouts under torchrun.
+
+Usage: rank_program.py PLAN.json. The plan names the model, the layout, the batches (files with a Batch each),
+where to put the weights after the first update, where to save a checkpoint after it, and where the report goes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from clawpipe.learner import batch as batches
+from clawpipe.learner import checkpoint, hf, parallel
+from clawpipe.learner.correction import build_correction
+from clawpipe.learner.model import build_model
+from clawpipe.learner.optimizer import AdamW, wrap
+from clawpipe.learner.update import Objective, Policy, update
+from clawpipe.pipeline.config import AlgorithmConfig, CorrectionConfig, LearnerConfig, ParallelConfig
+from clawpipe.pipeline.records import StreamCursor
+
+
+def train(plan: dict, ranks: parallel.Ranks, layout: ParallelConfig) -> dict:
+    settings = LearnerConfig(lr=1e-3, eps=1e-4, clip_grad=0.05)
+    model = build_model(Path(plan["model"]), layout, torch.float32, seed=0)
+    hf.load(model, Path(plan["model"]))
+    wrapped = wrap(model)
+    optimizer = AdamW(wrapped, settings)
+    policy = Policy(model=wrapped, optimizer=optimizer, ranks=ranks)
+    objective = Objective(
+        algorithm=AlgorithmConfig(),
+        correction=build_correction(CorrectionConfig()),
+        temperature=1.0,
+        max_staleness=4,
+        minibatches=plan["minibatches"],
+    )
+    report = []
+    if plan.get("resume"):
+        found = checkpoint.latest(Path(plan["resume"]))
+        checkpoint.load(found, wrapped, optimizer)
+    for number, path in enumerate(plan["batches"]):
+        batch = batches.decode(Path(path).read_bytes())
+        forests = batches.load(batch, vocab_size=64, version=9)
+        report.append(update(policy, batch.rollouts, forests, version=9, objective=objective).metrics)
+        if number == 0 and plan.get("weights"):
+            hf.save_weights(wrapped, Path(plan["weights"]))
+        if number == 0 and plan.get("save"):
+            cursor = StreamCursor(sequence=17, done=("r9",))
+            checkpoint.save(Path(plan["save"]), wrapped, optimizer, version=5, updates=4, cursor=cursor, keep_last=2)
+    return {"metrics": report}
+
+
+def main() -> None:
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    layout = ParallelConfig(**plan["layout"])
+    torch.set_num_threads(1)
+    with parallel.session(layout) as ranks:
+        report = train(plan, ranks, layout)
+        if ranks.is_main:
+            Path(plan["report"]).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,524 @@
+"""A harness's requests over a real listening socket: answers, records, errors, retries, settling."""
+
+from __future__ import annotations
+
+import json
+
+import anyio
+import httpx
+import numpy as np
+import pytest
+
+from clawpipe.actors import link
+from clawpipe.pipeline.errors import EngineError
+from clawpipe.pipeline.records import CallRecord, FinishReason, Infra, Role, RolloutRequest, Scored, floats, ints
+
+pytestmark = pytest.mark.anyio
+
+USER = {"role": "user", "content": "hello"}
+CALL = '<tool_call>\n{"name": "exec", "arguments": {"cmd": "ls -la", "n": 1.0}}\n</tool_call>'
+
+
+def body(*messages, **fields):
+    return {"model": "policy", "messages": list(messages) or [USER], **fields}
+
+
+def prompt_of(record: CallRecord, earlier: dict[str, list[int]]) -> list[int]:
+    """The prompt as a reader of the stream rebuilds it."""
+    shared = earlier[record.parent][: record.parent_tokens] if record.parent else []
+    return shared + ints(record.prompt_delta).tolist()
+
+
+def events_of(text: str) -> list:
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+async def test_a_whole_answer_has_the_turn_and_its_usage(make_proxy, sampler, tools):
+    sampler.script = ["Sure.\n" + CALL]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            response = await client.post("/chat/completions", json=body(tools=tools))
+    answer = response.json()
+    message = answer["choices"][0]["message"]
+    assert response.status_code == 200
+    assert answer["object"] == "chat.completion"
+    assert message["content"] == "Sure.\n"
+    assert [call["function"]["name"] for call in message["tool_calls"]] == ["exec"]
+    assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"cmd": "ls -la", "n": 1.0}
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+    sizes = (len(sampler.prompts[0]), len(sampler.said[0].ids))
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == sizes
+    assert answer["usage"]["total_tokens"] == sum(sizes)
+
+
+async def test_a_stream_adds_up_to_the_same_turn(make_proxy, sampler, tools):
+    sampler.script = ["Sure.\n" + CALL + "\n" + CALL]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            asked = body(tools=tools, stream=True, stream_options={"include_usage": True})
+            response = await client.post("/chat/completions", json=asked)
+    events = events_of(response.text)
+    deltas = [event["choices"][0]["delta"] for event in events if event["choices"]]
+    parts = [part for delta in deltas for part in delta.get("tool_calls", [])]
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content") or "" for delta in deltas) == "Sure.\n"
+    for index in (0, 1):
+        mine = [part for part in parts if part["index"] == index]
+        assert mine[0]["function"]["name"] == "exec"
+        arguments = "".join(part["function"]["arguments"] for part in mine)
+        assert json.loads(arguments) == {"cmd": "ls -la", "n": 1.0}
+    assert len({part["id"] for part in parts if "id" in part}) == 2
+    assert events[-2]["choices"][0]["finish_reason"] == "tool_calls"
+    assert events[-1]["choices"] == []
+    assert events[-1]["usage"]["completion_tokens"] == len(sampler.said[0].ids)
+
+
+async def test_the_record_is_exact_and_stored_before_the_answer_leaves(make_proxy, sampler):
+    sampler.script = ["fine"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            await client.post("/chat/completions", json=body(temperature=0.3, max_tokens=50, seed=10**30))
+            stored = await proxy.broker.last_records_sequence()
+        [record] = await proxy.records(1)
+    assert stored == 1
+    assert (record.call_id, record.index, record.attempt) == ("r-0.a1.c0", 0, 1)
+    assert (record.parent, record.parent_tokens) == (None, 0)
+    assert ints(record.prompt_delta).tolist() == sampler.prompts[0]
+    assert record.prompt_tokens == len(sampler.prompts[0])
+    assert ints(record.completion_ids).tolist() == sampler.said[0].ids.tolist()
+    assert np.array_equal(floats(record.logprobs), sampler.said[0].logprobs)
+    assert [(span.version, span.start, span.end) for span in record.versions] == [(3, 0, len(sampler.said[0].ids))]
+    assert (record.finish_reason, record.role, record.harness) == (FinishReason.STOP, Role.MAIN, "agentloop")
+    assert record.requested == {"temperature": 0.3, "max_tokens": 50, "seed": str(10**30)}
+    assert sampler.limits == [50]
+
+
+async def test_no_answer_without_a_record(make_proxy, sampler, nats_server):
+    sampler.script = ["lost"]
+    async with make_proxy(publish_timeout_s=0.3) as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            nats_server.kill()
+            response = await client.post("/chat/completions", json=body())
+            nats_server.start()
+            assert response.status_code == 503
+            assert response.json()["error"]["type"] == "server_error"
+            assert "lost" not in response.text
+        assert (await rollout.settle()).num_calls == 0
+        await rollout.close()
+        manifest = await proxy.manifest()
+    assert manifest.calls == ()
+    assert manifest.num_aborted == 1
+
+
+async def test_the_second_call_extends_the_first_by_sampled_ids(make_proxy, sampler, tools, renderer):
+    sampler.script = [CALL, "done"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            first = (await client.post("/chat/completions", json=body(tools=tools))).json()["choices"][0]["message"]
+            call = first["tool_calls"][0]
+            replayed = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": call["id"].replace("_", ""),
+                        "type": "function",
+                        "function": {"name": "exec", "arguments": '{"n":1,"cmd":"ls -la"}'},
+                    }
+                ],
+            }
+            result = {"role": "tool", "tool_call_id": call["id"].replace("_", ""), "content": "a\nb"}
+            await client.post("/chat/completions", json=body(USER, replayed, result, tools=tools))
+        records = await proxy.records(2)
+    new = "\n<|im_start|>user\n<tool_response>\na\nb\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    before = sampler.prompts[0] + sampler.said[0].ids.tolist()
+    assert sampler.prompts[1] == before + sampler.ids(new)
+    assert records[1].parent == "r-0.a1.c0"
+    assert records[1].parent_tokens == len(before)
+    assert records[1].graft_broken is None
+    assert ints(records[1].prompt_delta).tolist() == sampler.ids(new)
+    assert renderer.decode(np.array(sampler.prompts[1], np.int32)).count("<tool_call>") == 1
+
+
+async def test_a_turn_that_the_harness_wrote_itself_is_text_and_says_why(make_proxy, sampler):
+    sampler.script = ["one", "two"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            await client.post("/chat/completions", json=body())
+            changed = {"role": "assistant", "content": "uno"}
+            await client.post("/chat/completions", json=body(USER, changed, USER))
+        records = await proxy.records(2)
+    text = "<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert sampler.prompts[1] == sampler.prompts[0] + sampler.ids("uno") + sampler.ids(text)
+    assert records[1].graft_broken == "foreign"
+    assert prompt_of(records[1], {"r-0.a1.c0": sampler.prompts[0] + sampler.said[0].ids.tolist()}) == sampler.prompts[1]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        '<tool_call>\n{"name": "exec", "arguments": {"cmd": "a}\n</tool_call>',
+        '<tool_call>\n{"name": "exec", "arguments": {"cmd": "a"}}',
+        '<tool_call>\n{"name": "exec", "arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "exec", "arguments": "ls"}\n</tool_call>',
+    ],
+)
+async def test_a_malformed_tool_call_goes_out_as_text_and_is_flagged(make_proxy, sampler, tools, said):
+    sampler.script = [said]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            answer = (await client.post("/chat/completions", json=body(tools=tools))).json()
+        [record] = await proxy.records(1)
+    message = answer["choices"][0]["message"]
+    assert message["content"] == said
+    assert "tool_calls" not in message
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert record.malformed_tool_call
+
+
+async def test_an_overlong_prompt_is_refused_in_the_providers_words_and_makes_no_call(make_proxy, sampler):
+    async with make_proxy(context_tokens=64) as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            long = {"role": "user", "content": "hello " * 100}
+            responses = [
+                await client.post("/chat/completions", json=body(long)),
+                await client.post("/chat/completions", json=body(long, stream=True)),
+                await client.post("/chat/completions", json=body(USER, max_tokens=60)),
+            ]
+        settled = await rollout.settle()
+        await rollout.close()
+        manifest = await proxy.manifest()
+    for response in responses:
+        error = response.json()["error"]
+        assert response.status_code == 400
+        assert error["code"] == "context_length_exceeded"
+        assert error["message"].startswith("This model's maximum context length is 64 tokens. However, ")
+    assert settled == link.Settled(num_calls=0, num_cut=0)
+    assert manifest.num_aborted == 0
+    assert sampler.prompts == []
+
+
+async def test_without_a_limit_of_its_own_a_call_may_fill_the_context(make_proxy, sampler):
+    sampler.script = ["a", "b"]
+    async with make_proxy(context_tokens=100, max_completion_tokens=90) as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            await client.post("/chat/completions", json=body())
+            await client.post("/chat/completions", json=body(max_tokens=7))
+    assert sampler.limits == [100 - len(sampler.prompts[0]), 7]
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (b"{", None),
+        (b"[1]", None),
+        (b"[" * 100_000, None),
+        (b"{}", None),
+        (b'{"messages": []}', "messages"),
+        (b'{"messages": "x"}', "messages"),
+        (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages[0].role"),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
+        (b'{"messages": [{"role": "tool", "content": "x"}]}', "messages[0]"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "n"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}', "tools[0]"),
+        (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 1e999}', None),
+    ],
+)
+async def test_bad_requests_are_refused_in_the_protocols_form(make_proxy, sampler, content, param):
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            response = await client.post("/chat/completions", content=content)
+            alive = await client.get("/models")
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+    assert error["message"]
+    assert alive.status_code == 200
+
+
+async def test_models_lists_the_policy_and_other_paths_are_unknown(make_proxy):
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            listed = (await client.get("/models")).json()
+            missing = await client.post("/embeddings", json={})
+    assert [model["id"] for model in listed["data"]] == ["policy"]
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_half_a_surrogate_pair_does_no_harm(make_proxy, sampler):
+    sampler.script = ["ok"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            raw = b'{"messages": [{"role": "user", "content": "cut \\ud83d"}], "model": "m"}'
+            response = await client.post("/chat/completions", content=raw)
+    assert response.status_code == 200
+    assert sampler.prompts[0] == sampler.ids("<|im_start|>user\ncut \ufffd<|im_end|>\n<|im_start|>assistant\n")
+
+
+async def test_a_repeated_request_gets_the_same_answer_and_no_second_sample(make_proxy, sampler):
+    sampler.script = ["first", "second"]
+    sampler.hold = anyio.Event()
+    async with make_proxy(retry_window_s=1.0) as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            answers = []
+
+            async def ask(**fields):
+                answers.append(await client.post("/chat/completions", json=body(**fields)))
+
+            async with anyio.create_task_group() as group:
+                group.start_soon(ask)
+                group.start_soon(ask)
+                await anyio.sleep(0.2)
+                sampler.hold.set()
+            streamed = await client.post("/chat/completions", json=body(stream=True))
+            await anyio.sleep(1.1)
+            later = await client.post("/chat/completions", json=body())
+        assert (await rollout.settle()).num_calls == 2
+    texts = {answer.json()["choices"][0]["message"]["content"] for answer in answers}
+    assert texts == {"first"}
+    assert "first" in streamed.text
+    assert later.json()["choices"][0]["message"]["content"] == "second"
+    assert len(sampler.prompts) == 2
+
+
+async def test_a_client_that_hangs_up_finds_its_answer_when_it_comes_back(make_proxy, sampler):
+    sampler.script = ["patience"]
+    sampler.hold = anyio.Event()
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/chat/completions", json=body(), timeout=0.3)
+            sampler.hold.set()
+            again = await client.post("/chat/completions", json=body())
+        await rollout.settle()
+        await rollout.close()
+        manifest = await proxy.manifest()
+    assert again.json()["choices"][0]["message"]["content"] == "patience"
+    assert [(call.call_id, call.delivered, call.cut) for call in manifest.calls] == [("r-0.a1.c0", True, False)]
+
+
+async def test_an_answer_that_nobody_took_is_not_delivered(make_proxy, sampler):
+    sampler.script = ["unheard"]
+    sampler.hold = anyio.Event()
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/chat/completions", json=body(stream=True), timeout=0.3)
+        sampler.hold.set()
+        await rollout.settle()
+        await rollout.close()
+        manifest = await proxy.manifest()
+    assert [(call.delivered, call.cut) for call in manifest.calls] == [(False, False)]
+
+
+async def test_keepalives_go_out_while_the_turn_is_sampled(make_proxy, sampler):
+    sampler.script = ["slow", "slow too"]
+    sampler.hold = anyio.Event()
+    async with make_proxy(keepalive_s=0.1) as proxy:
+        rollout = await proxy.rollout()
+        times = []
+        async with rollout.client() as client, anyio.create_task_group() as group:
+
+            async def release():
+                await anyio.sleep(0.6)
+                sampler.hold.set()
+
+            group.start_soon(release)
+            async with client.stream("POST", "/chat/completions", json=body(stream=True)) as response:
+                text = ""
+                async for part in response.aiter_text():
+                    times.append(anyio.current_time())
+                    text += part
+            sampler.hold = anyio.Event()
+            group.start_soon(release)
+            whole = await client.post("/chat/completions", json=body(USER, USER))
+    assert text.count(": keep-alive\n\n") >= 4
+    assert max(np.diff(times)) < 0.4
+    assert "slow" in "".join(e["choices"][0]["delta"].get("content") or "" for e in events_of(text))
+    assert whole.text.startswith("    ")
+    assert whole.json()["choices"][0]["message"]["content"] == "slow too"
+
+
+async def test_an_engine_that_is_gone_for_good_is_an_error_of_ours(make_proxy, sampler):
+    sampler.script = [EngineError("gone"), EngineError("gone"), "back"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            whole = await client.post("/chat/completions", json=body())
+            streamed = await client.post("/chat/completions", json=body(stream=True))
+            third = await client.post("/chat/completions", json=body())
+        await rollout.settle()
+        await rollout.close()
+        manifest = await proxy.manifest()
+    assert whole.status_code == 503
+    assert "error" in json.loads(streamed.text.split("data: ")[1])
+    assert "[DONE]" not in streamed.text
+    assert third.status_code == 200
+    assert manifest.num_aborted == 2
+    assert len(manifest.calls) == 1
+
+
+async def test_after_settling_no_call_is_taken_and_the_manifest_lists_what_exists(make_proxy, sampler):
+    sampler.script = ["only"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as kept:
+            await kept.post("/chat/completions", json=body())
+            settled = await rollout.settle()
+            with pytest.raises(httpx.TransportError):
+                await kept.post("/chat/completions", json=body(USER, USER))
+        async with rollout.client() as fresh:
+            with pytest.raises(httpx.ConnectError):
+                await fresh.post("/chat/completions", json=body(USER, USER))
+        await rollout.close(Scored(reward=0.25, checks={"a": 0.25}))
+        manifest = await proxy.manifest()
+        left = await proxy.broker.pending_requests()
+    assert settled == link.Settled(num_calls=1, num_cut=0)
+    assert [(call.call_id, call.delivered) for call in manifest.calls] == [("r-0.a1.c0", True)]
+    assert manifest.outcome == Scored(reward=0.25, checks={"a": 0.25})
+    assert (manifest.started_s, manifest.ended_s, manifest.group_id, manifest.task_id) == (1.0, 2.0, "g-0", "t/0")
+    assert left == ()
+
+
+async def test_settling_lets_a_call_in_flight_finish(make_proxy, sampler):
+    sampler.script = ["in time"]
+    sampler.hold = anyio.Event()
+    async with make_proxy(settle_timeout_s=10) as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client, anyio.create_task_group() as group:
+            answers = []
+
+            async def ask():
+                answers.append(await client.post("/chat/completions", json=body()))
+
+            async def release():
+                await anyio.sleep(0.3)
+                sampler.hold.set()
+
+            group.start_soon(ask)
+            await anyio.sleep(0.2)
+            group.start_soon(release)
+            settled = await rollout.settle()
+    assert settled == link.Settled(num_calls=1, num_cut=0)
+    assert answers[0].json()["choices"][0]["message"]["content"] == "in time"
+
+
+async def test_settling_cuts_what_takes_too_long_and_keeps_its_tokens(make_proxy, sampler):
+    sampler.script = ["endless"]
+    sampler.hold = anyio.Event()
+    async with make_proxy(settle_timeout_s=0.3) as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client, anyio.create_task_group() as group:
+
+            async def ask():
+                response = await client.post("/chat/completions", json=body())
+                assert response.status_code == 503
+
+            group.start_soon(ask)
+            await anyio.sleep(0.2)
+            settled = await rollout.settle()
+        await rollout.close()
+        record, manifest = await proxy.records(2)
+    assert settled == link.Settled(num_calls=1, num_cut=1)
+    assert record.finish_reason is FinishReason.CUT
+    assert ints(record.completion_ids).tolist() == sampler.turn("endless").ids[:2].tolist()
+    assert [(call.cut, call.delivered) for call in manifest.calls] == [(True, False)]
+    assert manifest.num_aborted == 0
+
+
+async def test_a_broken_connection_hands_the_rollout_back_as_the_next_attempt(make_proxy, sampler):
+    sampler.script = ["first life", "second life"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            await client.post("/chat/completions", json=body())
+            rollout.slot.close()
+            with anyio.fail_after(10):
+                slot = proxy.slot()
+                assigned = await slot.take()
+            with pytest.raises(httpx.TransportError):
+                await client.post("/chat/completions", json=body(USER, USER))
+        again = await slot.open(assigned.request)
+        async with again.client() as client:
+            await client.post("/chat/completions", json=body())
+        await again.settle()
+        await again.close()
+        manifest = await proxy.manifest()
+    assert (assigned.attempt, assigned.request) == (2, rollout.request)
+    assert manifest.attempt == 2
+    assert [call.call_id for call in manifest.calls] == ["r-0.a2.c0"]
+
+
+async def test_a_slot_that_built_no_sandbox_closes_without_opening(make_proxy):
+    async with make_proxy() as proxy:
+        request = RolloutRequest(rollout_id="r-7", group_id="g", task_id="t", harness="agentloop")
+        await proxy.broker.publish_request(request)
+        slot = proxy.slot()
+        await slot.take()
+        outcome = Infra(boundary="sandbox", message="no space")
+        message = link.Close(rollout_id="r-7", outcome=outcome, started_s=1.0, ended_s=2.0)
+        assert await slot.ask(message) == link.Closed()
+        manifest = await proxy.manifest()
+        assert await proxy.broker.pending_requests() == ()
+    assert manifest.outcome == outcome
+    assert manifest.calls == ()
+
+
+@pytest.mark.parametrize("message", [link.Settle(rollout_id="r"), link.Open(rollout_id="r", harness="agentloop")])
+async def test_a_slot_out_of_order_is_cut_off_and_the_others_go_on(make_proxy, message):
+    async with make_proxy() as proxy:
+        rude = proxy.slot()
+        rude.sock.send(link.encode(message))
+        with anyio.fail_after(5):
+            await anyio.wait_readable(rude.sock)
+        assert rude.sock.recv(100) == b""
+        assert (await proxy.rollout("r-1")).request.rollout_id == "r-1"
+
+
+async def test_when_the_run_drains_slots_finish_their_rollout_and_get_no_other(make_proxy, sampler):
+    sampler.script = ["last"]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        idle = proxy.slot()
+        await proxy.broker.request_drain()
+        with anyio.fail_after(10):
+            assert await idle.take() == link.Drained()
+        async with rollout.client() as client:
+            assert (await client.post("/chat/completions", json=body())).status_code == 200
+        await rollout.settle()
+        await rollout.close()
+        assert await rollout.slot.take() == link.Drained()
+
+
+async def test_two_rollouts_at_once_never_mix(make_proxy, sampler):
+    sampler.script = ["one", "two"]
+    async with make_proxy() as proxy:
+        first, second = await proxy.rollout("r-1"), await proxy.rollout("r-2")
+        async with first.client() as a, second.client() as b:
+            one = await a.post("/chat/completions", json=body())
+            two = await b.post("/chat/completions", json=body())
+        records = await proxy.records(2)
+    assert [answer.json()["choices"][0]["message"]["content"] for answer in (one, two)] == ["one", "two"]
+    assert [(record.call_id, record.parent) for record in records] == [("r-1.a1.c0", None), ("r-2.a1.c0", None)]
