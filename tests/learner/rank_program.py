@@ -1,6 +1,6 @@
 """One rank of a small learner: trains on given batches and says what came out. Run by test_layouts under torchrun.
 
-Usage: rank_program.py PLAN.json. The plan names the model, the layout, the batches (files with a Batch each),
+Usage: rank_program.py PLAN.json..., one layout after the other. A plan names the model, the layout, the batches (files with a Batch each),
 where to put the weights after the first update, where to save a checkpoint after it, and where the report goes.
 """
 
@@ -52,10 +52,9 @@ def train(plan: dict, ranks: parallel.Ranks, layout: ParallelConfig) -> dict:
     return {"metrics": report}
 
 
-def main() -> None:
-    plan = json.loads(Path(sys.argv[1]).read_text())
+def execute(plan: dict) -> None:
+    """Carries out one plan on this rank."""
     layout = ParallelConfig(**plan["layout"])
-    torch.set_num_threads(1)
     with parallel.session(layout) as ranks:
         report = train(plan, ranks, layout)
         if ranks.is_main:
@@ -63,4 +62,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    torch.set_num_threads(1)
+    for path in sys.argv[1:]:
+        execute(json.loads(Path(path).read_text()))

@@ -1,7 +1,8 @@
-"""One batch, three layouts, one update: what a learner does must not depend on how it is spread."""
+"""One batch, four layouts, one update: what a learner does must not depend on how it is spread."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -18,69 +19,92 @@ from clawpipe.pipeline.forest import Batch
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SINGLE = {"processes": 1}
-TENSOR = {"processes": 2, "tensor": 2, "expert_tensor": 2}
-EXPERT = {"processes": 2, "expert": 2}
-DATA = {"processes": 2}
+SPREAD = {
+    "tensor": {"processes": 2, "tensor": 2, "expert_tensor": 2},
+    "expert": {"processes": 2, "expert": 2},
+    "data": {"processes": 2},
+}
 
-
-def run(folder: Path, layout: dict[str, int], **plan: Any) -> dict[str, Any]:
-    """Trains in a layout, in processes of its own; the report."""
-    folder.mkdir()
-    path = folder / "plan.json"
-    path.write_text(json.dumps({"layout": layout, "report": str(folder / "report.json"), **plan}))
-    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone"]
-    start = [*torchrun, f"--nproc-per-node={layout['processes']}"] if layout["processes"] > 1 else [sys.executable]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*start, str(PROGRAM), str(path)], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((folder / "report.json").read_text())
+Result = tuple[list[dict[str, float]], Path]  # metrics of each update, and the weights after the first
 
 
 @pytest.fixture(scope="module")
-def plan(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[..., Batch]) -> dict[str, Any]:
+def task(model_dir: Path, tmp_path_factory: pytest.TempPathFactory, make_batch: Callable[..., Batch]) -> dict[str, Any]:
     """Model and batches. With three minibatches of two rollouts, the last has one rollout with entries."""
     folder = tmp_path_factory.mktemp("batches")
-    paths = []
-    for seed in range(3):
-        paths.append(folder / f"{seed}.msgpack")
-        paths[-1].write_bytes(msgspec.msgpack.encode(make_batch(version=9, seed=seed)))
+    paths = [folder / f"{seed}.msgpack" for seed in range(3)]
+    for seed, path in enumerate(paths):
+        path.write_bytes(msgspec.msgpack.encode(make_batch(version=9, seed=seed)))
     return {"model": str(model_dir), "batches": [str(path) for path in paths], "minibatches": 3}
 
 
+def plan(task: dict[str, Any], folder: Path, layout: dict[str, int], **more: Any) -> dict[str, Any]:
+    folder.mkdir()
+    return {
+        **task,
+        "layout": layout,
+        "weights": str(folder / "weights.safetensors"),
+        "report": str(folder / "report.json"),
+        **more,
+    }
+
+
+def result(folder: Path) -> Result:
+    return json.loads((folder / "report.json").read_text())["metrics"], folder / "weights.safetensors"
+
+
+def run_here(what: dict[str, Any]) -> None:
+    """The same program in this process: one rank needs no launcher."""
+    spec = importlib.util.spec_from_file_location("rank_program", PROGRAM)
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    program.execute(what)
+
+
 @pytest.fixture(scope="module")
-def single(plan: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
-    folder = tmp_path_factory.mktemp("single")
-    weights = folder / "weights.safetensors"
-    return run(folder / "run", SINGLE, **plan, weights=str(weights)), weights
+def single(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Result:
+    folder = tmp_path_factory.mktemp("single") / "run"
+    run_here(plan(task, folder, SINGLE))
+    return result(folder)
 
 
-def assert_same(mine: tuple[dict[str, Any], Path], single: tuple[dict[str, Any], Path], start: Path) -> None:
-    ours, theirs, before = load_file(mine[1]), load_file(single[1]), load_file(start)
-    assert ours.keys() == theirs.keys()
+@pytest.fixture(scope="module")
+def spread(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder per layout, all written by one pair of processes: starting them is what takes the time."""
+    root = tmp_path_factory.mktemp("spread")
+    paths = []
+    for name, layout in SPREAD.items():
+        paths.append(root / f"{name}.json")
+        paths[-1].write_text(json.dumps(plan(task, root / name, layout, save=str(root / name / "checkpoints"))))
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    argv = [*torchrun, str(PROGRAM), *map(str, paths)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return root
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("layout", SPREAD)
+def test_an_update_spread_over_two_ranks_equals_one_process(single, spread, model_dir, layout):
+    metrics, path = result(spread / layout)
+    ours, theirs, before = load_file(path), load_file(single[1]), load_file(model_dir / "model.safetensors")
+    assert ours.keys() == theirs.keys() == before.keys()
     assert max((theirs[name] - before[name]).abs().max().item() for name in before) > 5e-4
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) <= 1e-5
-    for one, other in zip(mine[0]["metrics"], single[0]["metrics"], strict=True):
-        assert one.keys() == other.keys()
+    for mine, other in zip(metrics, single[0], strict=True):
+        assert mine.keys() == other.keys()
         for name, value in other.items():
-            assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+            assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
 @pytest.mark.torchrun
-def test_tensor_parallel_update_equals_one_process_and_its_checkpoint_resumes_there(plan, single, tmp_path, model_dir):
-    weights, saved = tmp_path / "weights.safetensors", tmp_path / "checkpoints"
-    report = run(tmp_path / "tensor", TENSOR, **plan, weights=str(weights), save=str(saved))
-    assert_same((report, weights), single, model_dir / "model.safetensors")
-    # Two more updates from the checkpoint, in one process, give the same losses as those that follow it.
-    rest = {**plan, "batches": plan["batches"][1:]}
-    resumed = run(tmp_path / "resumed", SINGLE, **rest, resume=str(saved))
-    for after, resumed_one in zip(report["metrics"][1:], resumed["metrics"], strict=True):
-        assert resumed_one["loss"] == pytest.approx(after["loss"], abs=1e-5)
-        assert resumed_one["grad_norm"] == pytest.approx(after["grad_norm"], rel=1e-3)
-
-
-@pytest.mark.torchrun
-@pytest.mark.parametrize("layout", [EXPERT, DATA], ids=["expert", "data"])
-def test_an_update_spread_over_ranks_equals_one_process(plan, single, tmp_path, model_dir, layout):
-    weights = tmp_path / "weights.safetensors"
-    report = run(tmp_path / "run", layout, **plan, weights=str(weights))
-    assert_same((report, weights), single, model_dir / "model.safetensors")
+@pytest.mark.parametrize("layout", ["tensor", "expert"])
+def test_a_checkpoint_of_two_ranks_resumes_in_one_process(task, spread, tmp_path, layout):
+    metrics, _ = result(spread / layout)
+    rest = {**task, "batches": task["batches"][1:]}
+    run_here(plan(rest, tmp_path / "resumed", SINGLE, resume=str(spread / layout / "checkpoints")))
+    resumed, _ = result(tmp_path / "resumed")
+    for after, again in zip(metrics[1:], resumed, strict=True):
+        assert again["loss"] == pytest.approx(after["loss"], abs=1e-5)
+        assert again["grad_norm"] == pytest.approx(after["grad_norm"], rel=1e-3)

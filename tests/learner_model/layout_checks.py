@@ -36,9 +36,7 @@ def main() -> None:
 
 def check(tensor: int, expert: int, kind: str, work: Path) -> dict[str, float]:
     world = int(os.environ["WORLD_SIZE"])
-    config = ParallelConfig(
-        processes=world, tensor=tensor, expert=expert, expert_tensor=1 if expert > 1 else tensor
-    )
+    config = ParallelConfig(processes=world, tensor=tensor, expert=expert, expert_tensor=1 if expert > 1 else tensor)
     ranks = parallel.start(config)
     oracle = hf_oracle.build_hf(kind)
     source = work / kind

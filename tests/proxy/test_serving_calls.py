@@ -11,7 +11,17 @@ import pytest
 
 from clawpipe.actors import link
 from clawpipe.pipeline.errors import EngineError
-from clawpipe.pipeline.records import CallRecord, FinishReason, Infra, Role, RolloutRequest, Scored, floats, ints
+from clawpipe.pipeline.records import (
+    CallRecord,
+    EngineState,
+    FinishReason,
+    Infra,
+    Role,
+    RolloutRequest,
+    Scored,
+    floats,
+    ints,
+)
 
 pytestmark = pytest.mark.anyio
 
@@ -33,6 +43,10 @@ def events_of(text: str) -> list:
     lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
+
+
+async def connected_again(broker) -> None:
+    await broker.set_engine(EngineState(name="e", url="u", version=1, healthy=True))  # waits for the connection
 
 
 async def test_a_whole_answer_has_the_turn_and_its_usage(make_proxy, sampler, tools):
@@ -107,12 +121,13 @@ async def test_no_answer_without_a_record(make_proxy, sampler, nats_server):
             nats_server.kill()
             response = await client.post("/chat/completions", json=body())
             nats_server.start()
-            assert response.status_code == 503
-            assert response.json()["error"]["type"] == "server_error"
-            assert "lost" not in response.text
+            await connected_again(proxy.broker)
         assert (await rollout.settle()).num_calls == 0
         await rollout.close()
         manifest = await proxy.manifest()
+    assert response.status_code == 503
+    assert response.json()["error"]["type"] == "server_error"
+    assert "lost" not in response.text
     assert manifest.calls == ()
     assert manifest.num_aborted == 1
 

@@ -348,3 +348,21 @@ def test_a_workspace_at_its_limit_can_still_be_graded(tmp_path: Path) -> None:
     full = {f"f{number}": b"x" * 40_960 for number in range(48)}
     task = task_with("import os; print('{\"x\": %d}' % (len(os.listdir('.')) == 49))", files={"big": b"y" * 1024**2})
     assert grade_one(tmp_path, task, snapshot(task.files, full), sandbox=sandbox).reward == 1.0
+
+
+@needs_rows
+@pytest.mark.slow
+def test_every_published_grader_has_a_verdict_on_the_untouched_workspace(tmp_path: Path) -> None:
+    sources = [ClawGymTasksConfig(path=str(SHARED / f"{name}.jsonl"), name=name) for name in ("train", "eval")]
+    tasks = load_tasks(sources)
+    verdicts = grade_all(tmp_path, *((task, snapshot(task.files)) for task in tasks.values()))
+    notes = {task: verdict.note for task, verdict in zip(tasks, verdicts, strict=True) if verdict.note}
+    rewards = {task: round(verdict.reward, 3) for task, verdict in zip(tasks, verdicts, strict=True) if verdict.reward}
+    assert notes == {}
+    assert rewards == {
+        "eval/eval/task_0078": 0.083,
+        "eval/eval/task_0094": 0.111,
+        "train/train/task_1232": 0.125,
+        "train/train/task_1323": 0.024,
+        "train/train/task_1871": 0.143,
+    }

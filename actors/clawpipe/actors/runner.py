@@ -81,7 +81,7 @@ async def _serve(proxy: ProxyLink, workshop: Workshop) -> None:
     """One rollout after another. LinkLost."""
     while True:
         reply = await proxy.ask(link.Take(), link.Assigned, link.Drained)
-        if isinstance(reply, link.Drained):
+        if not isinstance(reply, link.Assigned):
             return
         outcome = await run_rollout(proxy, reply, workshop)
         if isinstance(outcome, Infra):

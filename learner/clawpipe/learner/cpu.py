@@ -45,7 +45,7 @@ def install() -> None:
         return
     torch.cuda.current_device = _cpu_device  # type: ignore[assignment]
     torch.cuda.synchronize = _nothing
-    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state = _no_rng_state  # type: ignore[assignment]
+    torch.cuda.random.get_rng_state = torch.cuda.get_rng_state = _no_rng_state
     tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True)
     # Any value but None keeps the dispatcher from opening a CUDA stream.
     MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = False
@@ -96,7 +96,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_kwargs: object) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
 
 class Router(TopKRouter):  # type: ignore[misc]
@@ -113,15 +113,10 @@ class AlltoAllDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: Tensor | None = None) -> Tensor | None:
         if point == self.cuda_dtoh_point:
-            self.input_splits = _as_list(self.input_splits)
-            self.output_splits = _as_list(self.output_splits)
-            if self.output_splits_tp is not None:
-                self.output_splits_tp = self.output_splits_tp.numpy()
+            for name in ("input_splits", "output_splits", "output_splits_tp"):
+                splits = getattr(self, name)
+                setattr(self, name, splits if splits is None else splits.numpy())
         return tokens_per_expert
-
-
-def _as_list(splits: Tensor | None) -> list[int] | None:
-    return None if splits is None else splits.tolist()
 
 
 def fit_dispatchers(layers: Sequence[Any]) -> None:

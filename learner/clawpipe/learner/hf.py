@@ -158,9 +158,9 @@ def _merge_qkv(parts: list[Tensor], groups: _Groups) -> Tensor:
 
 def _split_qkv(merged: Tensor, groups: _Groups) -> list[Tensor]:
     width, head = merged.shape[1], groups.head_dim
-    rows = (groups.queries_per_group * head, head, head)
+    rows = [groups.queries_per_group * head, head, head]
     grouped = merged.view(-1, sum(rows), width)
-    return [part.reshape(-1, width) for part in grouped.split(rows, dim=1)]
+    return [part.reshape(-1, width) for part in torch.split(grouped, rows, dim=1)]
 
 
 def _own_data(parameter: torch.nn.Parameter) -> Tensor:

@@ -72,7 +72,10 @@ def _shape(path: Path, config: dict[str, Any]) -> ModelShape:
     model_type = config["model_type"]
     rope = config.get("rope_parameters") or {**(config.get("rope_scaling") or {}), "rope_theta": config["rope_theta"]}
     for refused, text in (
-        (model_type not in ("qwen3_moe", "qwen3", "llama"), f"model_type {model_type!r} (known: qwen3_moe, qwen3, llama)"),
+        (
+            model_type not in ("qwen3_moe", "qwen3", "llama"),
+            f"model_type {model_type!r} (known: qwen3_moe, qwen3, llama)",
+        ),
         (rope.get("rope_type", rope.get("type", "default")) != "default", "scaled rotary embeddings"),
         (config.get("hidden_act", "silu") != "silu", f"hidden_act {config.get('hidden_act')!r}"),
         (config.get("attention_bias", False) or config.get("mlp_bias", False), "biases"),
@@ -110,7 +113,12 @@ def check_split(shape: ModelShape, parallel: ParallelConfig) -> None:
         (parallel.tensor, "tensor", "attention heads", shape.num_heads),
         (parallel.tensor, "tensor", "key-value heads", shape.num_kv_heads),
         (parallel.tensor, "tensor", "vocabulary entries", shape.vocab_size),
-        (parallel.expert_tensor if shape.num_experts else parallel.tensor, "tensor", "feed-forward rows", shape.ffn_size),
+        (
+            parallel.expert_tensor if shape.num_experts else parallel.tensor,
+            "tensor",
+            "feed-forward rows",
+            shape.ffn_size,
+        ),
         (parallel.expert, "expert", "experts", shape.num_experts),
     ):
         if count % size or (of == "experts" and size > max(count, 1)):
@@ -258,9 +266,10 @@ def _layer_spec(config: TransformerConfig, shape: ModelShape) -> ModuleSpec | Tr
 
 def unwrap(model: torch.nn.Module) -> PolicyModel:
     """The policy model inside Megatron's wrappers (gradient reduction, mixed precision)."""
-    while not isinstance(model, PolicyModel):
-        model = model.module
-    return model
+    inner: Any = model
+    while not isinstance(inner, PolicyModel):
+        inner = inner.module
+    return inner
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:

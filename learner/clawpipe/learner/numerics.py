@@ -19,7 +19,7 @@ from clawpipe.learner.model import unwrap
 
 # T packed tokens, E loss entries, R rows with logits, V vocabulary, P tensor-parallel size, H hidden size
 
-_MAX_LOGITS = 1 << 27  # of one chunk of rows: 512 MiB in float32
+MAX_LOGITS = 1 << 27  # of one chunk of rows: 512 MiB in float32
 
 
 class PackedForest(Protocol):
@@ -37,7 +37,9 @@ class PackedForest(Protocol):
     def entry_token_E(self) -> Tensor: ...  # int64, index into T, never a root
 
 
-def token_logprobs(model: torch.nn.Module, forest: PackedForest, temperature: float) -> Tensor:
+def token_logprobs(
+    model: torch.nn.Module, forest: PackedForest, temperature: float, max_logits: int = MAX_LOGITS
+) -> Tensor:
     """Log-probability of every entry's token given its path.
 
     All tensor ranks are given the same forest; under expert parallelism all ranks must call together, each with
@@ -47,33 +49,31 @@ def token_logprobs(model: torch.nn.Module, forest: PackedForest, temperature: fl
         model: from `build_model`, wrapped by Megatron or not.
         forest: T packed tokens, E entries.
         temperature: the logits are divided by it, as they were at sampling.
+        max_logits: rows are taken in chunks with no more logits than this, which bounds the memory.
 
     Returns:
         float32 [E] on the model's device, the same on all tensor ranks.
     """
-    return _logprobs(model, forest, temperature, with_entropy=False)[0]
+    return _logprobs(model, forest, _Head(model, temperature, max_logits, with_entropy=False))[0]
 
 
 def token_logprobs_and_entropy(
-    model: torch.nn.Module, forest: PackedForest, temperature: float
+    model: torch.nn.Module, forest: PackedForest, temperature: float, max_logits: int = MAX_LOGITS
 ) -> tuple[Tensor, Tensor]:
     """`token_logprobs`, and the entropy in nats of the distribution that each entry was drawn from.
 
     Returns:
         float32 [E], and float32 [E] without gradient.
     """
-    return _logprobs(model, forest, temperature, with_entropy=True)
+    return _logprobs(model, forest, _Head(model, temperature, max_logits, with_entropy=True))
 
 
-def _logprobs(
-    model: torch.nn.Module, forest: PackedForest, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor]:
+def _logprobs(model: torch.nn.Module, forest: PackedForest, head: _Head) -> tuple[Tensor, Tensor]:
     device = cpu.device()
     tokens_T, position_T, end_T = _pad(forest, parallel_state.get_tensor_model_parallel_world_size())
     hidden_TH = model(tokens_T.to(device)[None], position_T.to(device)[None], end_T)
-    row_R, entry_row_E = forest.parent_T[forest.entry_token_E].unique(return_inverse=True)
+    row_R, entry_row_E = torch.unique(forest.parent_T[forest.entry_token_E], return_inverse=True)
     target_E = forest.tokens_T[forest.entry_token_E].to(device)
-    head = _Head(model, temperature, with_entropy)
     return head(hidden_TH[row_R.to(device)], entry_row_E.to(device), target_E)
 
 
@@ -98,13 +98,14 @@ def _pad(forest: PackedForest, multiple: int) -> tuple[Tensor, Tensor, Tensor]:
 class _Head:
     """Applies the output layer to rows, in chunks when their logits would not fit; see `token_logprobs`."""
 
-    def __init__(self, model: torch.nn.Module, temperature: float, with_entropy: bool) -> None:
+    def __init__(self, model: torch.nn.Module, temperature: float, max_logits: int, with_entropy: bool) -> None:
         self._model = unwrap(model)
+        self._chunk_rows = max(1, max_logits // self._model.vocab_size)
         self._temperature = temperature
         self._with_entropy = with_entropy
 
     def __call__(self, hidden_RH: Tensor, row_E: Tensor, target_E: Tensor) -> tuple[Tensor, Tensor]:
-        chunk = max(1, _MAX_LOGITS // self._model.vocab_size)
+        chunk = self._chunk_rows
         if len(hidden_RH) <= chunk:
             return self._chunk(hidden_RH, row_E, target_E)
         logprob_E = hidden_RH.new_zeros(len(row_E), dtype=torch.float32)
@@ -123,7 +124,9 @@ class _Head:
         logits_RV = self._model.logits(hidden_RH).float()
         if self._temperature != 1.0:
             logits_RV = logits_RV / self._temperature
-        logprob_E, entropy_R = _VocabParallelLogprob.apply(logits_RV, row_E, target_E, self._with_entropy)
+        logprob_E, entropy_R = _VocabParallelLogprob.apply(  # type: ignore[no-untyped-call]
+            logits_RV, row_E, target_E, self._with_entropy
+        )
         return logprob_E, entropy_R[row_E]
 
 

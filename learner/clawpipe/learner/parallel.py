@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from msgspec import Struct
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from clawpipe.learner import cpu
 from clawpipe.pipeline.config import ParallelConfig
@@ -97,7 +98,7 @@ def _join(world_size: int) -> None:
     if not cpu.needed():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size == 1 and "MASTER_ADDR" not in os.environ:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=_TIMEOUT)
     else:
         dist.init_process_group(backend, timeout=_TIMEOUT)
 

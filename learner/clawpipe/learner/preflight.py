@@ -10,13 +10,14 @@ import torch
 
 from clawpipe.learner.model import ModelShape, check_split, read_shape
 from clawpipe.learner.parallel import check_layout
+from clawpipe.pipeline.checks import Report
 from clawpipe.pipeline.config import Config, LearnerConfig, ModelConfig, TinyModelConfig
 from clawpipe.pipeline.errors import LearnerError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def check(config: Config, offline: bool) -> list[str]:
+def check(config: Config, offline: bool) -> Report:
     """Problems that would end the learner, one line each. `offline`: without looking at this machine."""
     problems = _layout(config)
     if config.algorithm.eps_low >= 1.0:
@@ -28,7 +29,7 @@ def check(config: Config, offline: bool) -> list[str]:
         )
     if not offline:
         problems += [*_model_files(config.model), *_machine(config.learner), *_push_folder(config.push.dir)]
-    return problems
+    return Report(problems=tuple(problems))
 
 
 def _layout(config: Config) -> list[str]:

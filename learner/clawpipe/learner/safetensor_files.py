@@ -57,13 +57,15 @@ class Reader:
         if name not in self._files:
             raise LearnerError(f"{self._folder}: no tensor {name}; config.json and the weights do not belong together")
         if size == 1:
-            return self._files[name].get_tensor(name)
+            whole: Tensor = self._files[name].get_tensor(name)
+            return whole
         tensor = self._files[name].get_slice(name)
         length = tensor.get_shape()[dim]
         if length % size:
             raise LearnerError(f"{self._folder}: {name} has {length} rows or columns, not a multiple of {size}")
         here = slice(rank * length // size, (rank + 1) * length // size)
-        return tensor[here] if dim == 0 else tensor[:, here]
+        part: Tensor = tensor[here] if dim == 0 else tensor[:, here]
+        return part
 
 
 def write(
@@ -79,7 +81,7 @@ def write(
         file.write(_header(shapes, dtype))
         for (name, shape), (given, tensor) in zip(shapes.items(), tensors, strict=True):
             assert (name, shape, dtype) == (given, tuple(tensor.shape), tensor.dtype), (name, given)
-            file.write(memoryview(tensor.cpu().contiguous().view(torch.uint8).numpy()).cast("B"))
+            file.write(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

@@ -11,6 +11,7 @@ Shapes: T packed tokens, N query heads, G key-value heads, D head dimension, K k
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -154,7 +155,7 @@ def tree_attention(q: Tensor, k: Tensor, v: Tensor, blocks: list[Block], scale: 
     Returns:
         [1, N, T, D].
     """
-    out: Tensor = _TreeAttention.apply(q, k, v, blocks, scale)
+    out: Tensor = _TreeAttention.apply(q, k, v, blocks, scale)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -176,7 +177,7 @@ def varlen_plan(end_T: Tensor, device: torch.device) -> VarlenPlan:
     """
     cuts = node_starts(end_T)
     paths: list[Tensor] = []
-    for start, stop in zip(cuts, cuts[1:], strict=False):
+    for start, stop in pairwise(cuts):
         ancestors = (end_T[:start] >= stop).nonzero()[:, 0]
         paths.append(torch.cat([ancestors, torch.arange(start, stop)]))
     lengths = torch.tensor([0, *(len(path) for path in paths)], dtype=torch.int32)
@@ -192,6 +193,8 @@ def varlen_plan(end_T: Tensor, device: torch.device) -> VarlenPlan:
 
 def varlen_tree_attention(q: Tensor, k: Tensor, v: Tensor, forest: VarlenPlan, scale: float) -> Tensor:
     """The forest as one FlashAttention call, causal from the bottom right: a node's last token sees its path.
+
+    Needs a CUDA device, which the tests do not have: they check the plan, not this call.
 
     Args:
         q: [T, N, D]; k, v: [T, G, D] on a CUDA device, float16 or bfloat16.
@@ -263,9 +266,7 @@ class TreeCoreAttention(torch.nn.Module):
         self._planner = planner
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_kwargs: object
-    ) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, **_kwargs: object) -> Tensor:
         """query [T, 1, N, D], key and value [T, 1, G, D], attention_mask = end_T int64 [T] -> [T, 1, N * D]."""
         if query.is_cuda:
             forest = self._planner.varlen(attention_mask, query.device)

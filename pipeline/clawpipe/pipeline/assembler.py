@@ -125,6 +125,10 @@ class Assembler:
         """Keeps no more of a closed rollout than that it is closed."""
         self._closed[rollout_id] = frozenset()
 
+    def is_closed(self, rollout_id: str) -> bool:
+        """Whether the rollout is over."""
+        return rollout_id in self._closed
+
     @property
     def without_manifest(self) -> tuple[str, ...]:
         """Rollouts of which calls have come and the manifest has not."""

@@ -236,6 +236,23 @@ class Broker:
             sequence = (raw.seq or sequence) + 1
         return tuple(found)
 
+    async def withdraw_requests(self) -> tuple[RolloutRequest, ...]:
+        """Takes the requests back that no runner has pulled yet, and gives them; those pulled stay.
+
+        A request that is pulled at this very moment may be among them and run all the same.
+        """
+        consumer = await self._js.consumer_info(self._requests, "runners")
+        taken = consumer.delivered.stream_seq if consumer.delivered else 0
+        found: list[RolloutRequest] = []
+        while True:
+            try:
+                raw = await self._js.get_msg(self._requests, taken + 1, next=True, subject=f"{self._prefix}.requests")
+            except nats.js.errors.NotFoundError:
+                return tuple(found)
+            taken = raw.seq or taken + 1
+            await self._js.delete_msg(self._requests, taken)
+            found.append(_decode_request(raw.data or b""))
+
     # Records ---------------------------------------------------------------------------------------------
 
     async def publish_call(self, record: CallRecord, timeout_s: float = 30.0) -> None:
@@ -282,6 +299,11 @@ class Broker:
     async def last_records_sequence(self) -> int:
         """Sequence of the newest record; 0 when there is none yet."""
         return int((await self._js.stream_info(self._records)).state.last_seq)
+
+    async def has_records(self, from_sequence: int) -> bool:
+        """Whether the stream holds a record with this sequence or a later one."""
+        state = (await self._js.stream_info(self._records)).state
+        return bool(state.messages) and int(state.last_seq) >= from_sequence
 
     async def purge_records(self, below: int) -> None:
         """Removes all records with a sequence lower than `below`."""

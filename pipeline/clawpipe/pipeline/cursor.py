@@ -24,14 +24,18 @@ class Spans:
 
     def __init__(self) -> None:
         self._spans: dict[str, _Span] = {}
-        self._position = 0
+        self.position = 0  # sequence of the last record that was read
+
+    def start_at(self, sequence: int) -> None:
+        """Everything below was done before this process began."""
+        self.position = sequence - 1
 
     def note(self, group_id: str, rollout_id: str, sequence: int, *, over: bool = False) -> None:
         """A record of the group was read. `over`: of a group that was finished before this process began."""
         span = self._spans.setdefault(group_id, _Span(first=sequence, over=over))
         span.first = min(span.first, sequence)
         span.last[rollout_id] = max(sequence, span.last.get(rollout_id, 0))
-        self._position = max(self._position, sequence)
+        self.position = max(self.position, sequence)
 
     def last(self, group_id: str, rollout_id: str) -> int:
         """The newest sequence of a rollout's records; 0 without any."""
@@ -46,7 +50,7 @@ class Spans:
 
     def cursor(self) -> StreamCursor:
         """The cursor of a checkpoint taken now."""
-        sequence = min((s.first for s in self._spans.values() if not s.over), default=self._position + 1)
+        sequence = min((s.first for s in self._spans.values() if not s.over), default=self.position + 1)
         done = (
             rollout_id
             for span in self._spans.values()

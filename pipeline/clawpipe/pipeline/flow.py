@@ -95,7 +95,7 @@ class Flow:
         self.ledger = ledger
         self.version = 0  # the learner's
         self.updates = 0
-        self.committed_updates = 0
+        self.committed_updates: int | None = None  # of the learner's last checkpoint since it started
         self.draining = False
         self.catching_up = False  # reading again what an earlier process had read
         self._log = log
@@ -234,7 +234,7 @@ class Flow:
                 self.admission.release_all(group.group_id)
                 self.admission.restore(group.group_id, len(group.rollouts))
         self.ledger.rewound(message.updates)
-        self.updates, self.version = message.updates, message.version
+        self.updates, self.version, self.committed_updates = message.updates, message.version, None
         self._log.info("learner is up", version=message.version, updates=message.updates)
 
     def lease(self, version: int) -> BatchReady | NotYet | Finished | Order:

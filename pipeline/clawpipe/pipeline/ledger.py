@@ -8,7 +8,7 @@ rows of rollouts that are not done are made anew from it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 
 import msgspec
@@ -218,9 +218,10 @@ class Ledger:
         wrong = sorted(set(booked.items()) ^ set(held.items()))
         assert not wrong, f"rollout {wrong[0][0]}: booked {booked.get(wrong[0][0])}, held {held.get(wrong[0][0])}"
 
-    def in_state(self, states: Collection[RolloutState]) -> list[str]:
-        """Ids of the unfinished rollouts in one of the states."""
-        return [row.rollout_id for row in self.rows.values() if row.state in states]
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """Ids of the rollouts that are requested and not closed."""
+        return tuple(row.rollout_id for row in self.rows.values() if row.state is RolloutState.IN_FLIGHT)
 
     # Inside -----------------------------------------------------------------------------------------------
 

@@ -30,23 +30,30 @@ class Anchor:
     updates: int
     version: int
     lease_lives: bool  # the learner may hold a batch still
+    committed_updates: int | None = None  # of the learner's last checkpoint since it started
 
 
 def anchor(message: LearnerMessage, stored: Stored) -> Anchor:
     """What the first message that a learner sends says about it."""
     if isinstance(message, Hello):
         return Anchor(message.cursor, message.updates, message.version, lease_lives=False)
-    committed = stored.meta.get("committed")
-    cursor = msgspec.msgpack.decode(committed, type=Committed).cursor if committed else StreamCursor()
-    updates = max((row.updates for row in stored.updates), default=0)
-    version = max((row.version for row in stored.updates), default=0)
-    return Anchor(cursor, updates, version, lease_lives=True)
+    note = stored.meta.get("committed")
+    committed = msgspec.msgpack.decode(note, type=Committed) if note else None
+    return Anchor(
+        cursor=committed.cursor if committed else StreamCursor(),
+        updates=max((row.updates for row in stored.updates), default=0),
+        version=max((row.version for row in stored.updates), default=0),
+        lease_lives=True,
+        committed_updates=committed.updates if committed else None,
+    )
 
 
 def prepare(flow: Flow, stored: Stored, at: Anchor) -> None:
     """Before the records from `at.cursor` on are read."""
     flow.catching_up = True
     flow.updates, flow.version = at.updates, at.version
+    flow.committed_updates = at.committed_updates
+    flow.spans.start_at(at.cursor.sequence)
     above = set(at.cursor.done)
     done = [r for r in stored.rows if r.rollout_id in above or 0 < r.last_sequence < at.cursor.sequence]
     done_ids = above | {row.rollout_id for row in done}
@@ -120,15 +127,11 @@ def _claim(flow: Flow, stored: Stored, batch: BatchRow) -> None:
     members = set(batch.rollouts)
     found = [flow.replay.remove(key) for key in _groups_of(batch)]
     groups = [_restricted(flow, group, members) for group in found if group is not None]
-    if len(groups) < len(found) or not groups:
-        # Some of its records are purged, so a checkpoint holds the batch.
-        for group in groups:
-            flow.dismiss(group)
-        return
+    if not groups:
+        return  # a checkpoint holds it
     built = flow.recipe.build(batch.batch_id, batch.version, groups)
-    flow.ledger.leased(
-        msgspec.structs.replace(batch, updates=None), built.unused, built.masked
-    )
+    row = BatchRow(batch_id=batch.batch_id, version=batch.version, rollouts=built.rollout_ids)
+    flow.ledger.leased(row, built.unused, built.masked)
     flow.batches.restore(built, batch.updates)
     if batch.updates is not None:
         [update] = [row for row in stored.updates if row.updates == batch.updates]

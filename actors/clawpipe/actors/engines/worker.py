@@ -26,14 +26,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     """`keep_expert_kernels`: leave vLLM's fault in place, so that a test can show that it is there."""
 
     keep_expert_kernels: bool = False
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """`path`: a safetensors file with the Hugging Face names of all parameters."""
 
     path: str
@@ -77,7 +77,7 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  #
 def drop_expert_kernels(model: torch.nn.Module) -> None:
     """Lets every expert layer go through its first-load path again, which packs the weights."""
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 

@@ -114,7 +114,7 @@ class Slots:
         self._draining = anyio.Event()
         self._empty = anyio.Event()  # set when the run drains and the last slot has left
         self._connected = 0
-        self._kept: set[Delivery] = set()
+        self._kept: dict[tuple[str, int], Delivery] = {}
 
     async def serve(self, server: socket.socket) -> None:
         """Runs until the run drains and no slot is left."""
@@ -142,7 +142,7 @@ class Slots:
         """Tells the work queue that the requests in our hands are still being worked on."""
         while True:
             await anyio.sleep(HEARTBEAT_S)
-            for delivery in tuple(self._kept):
+            for delivery in tuple(self._kept.values()):
                 await delivery.in_progress()
 
     async def _slot(self, sock: socket.socket) -> None:
@@ -182,12 +182,13 @@ class Slots:
     async def _hold(self, delivery: Delivery) -> AsyncIterator[None]:
         """Keeps the request ours while the block runs; hands it back when the block does not end well."""
         over = False
-        self._kept.add(delivery)
+        key = (delivery.request.rollout_id, delivery.attempt)
+        self._kept[key] = delivery
         try:
             yield
             over = True
         finally:
-            self._kept.remove(delivery)
+            del self._kept[key]
             if not over:
                 await self._hand_back(delivery)
 

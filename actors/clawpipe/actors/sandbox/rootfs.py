@@ -14,13 +14,13 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from clawpipe.actors.sandbox import kernel
 from clawpipe.actors.sandbox.bubblewrap import HOST_ENVIRONMENT
+from clawpipe.actors.sandbox.identity import is_dead, new_identity
 from clawpipe.pipeline.errors import SandboxError
 
 _RECIPE = 1  # part of the digest: changed with what this module does
@@ -68,7 +68,11 @@ def prepare(cache: Path | None = None) -> Path:
     target = (cache or _cache()) / _digest(python, programs)
     if target.exists():
         return target
-    temporary = target.with_name(f".{uuid.uuid4().hex}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob("new-*"):
+        if is_dead(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+    temporary = target.with_name(f"new-{new_identity()}")
     try:
         _build(temporary, python, programs)
         _make_durable(temporary)

@@ -83,4 +83,6 @@ def _verdict(ended: Exit, token: str) -> Graded:
     if ended.code != 0:
         return zero("grader_crashed", f"ended with {ended.code}: {errors[-500:]}")
     framed = ended.output.decode("utf-8", "replace").split(token)
-    return score(framed[1]) if len(framed) == 3 else zero("grader_printed_no_json", f"was ended from inside: {errors[-500:]}")
+    if len(framed) != 3:
+        return zero("grader_printed_no_json", f"ended without a verdict of its own: {errors[-500:]}")
+    return score(framed[1])

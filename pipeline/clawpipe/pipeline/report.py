@@ -1,0 +1,163 @@
+"""What a run measured, from its books: the summary at its end, and the status while it runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from clawpipe.pipeline.books import RolloutState, Totals, UpdateRow
+from clawpipe.pipeline.ledger import Ledger
+from clawpipe.pipeline.records import PushReport
+from clawpipe.pipeline.segments import DropReason
+
+EDGE_UPDATES = 3  # the first and the last reward are means over so many updates
+
+_GRADED = ("scored", "timed_out", "agent_failed")
+_INFRA = ("infra", "verifier_infra")
+_SECONDS = ("wait_s", "fetch_s", "train_s", "push_s", "checkpoint_s")
+
+
+def summary(ledger: Ledger, pushes: Sequence[PushReport], wall_s: float) -> dict[str, Any]:
+    """The summary of a run as --summary writes it, and under "time" where the seconds went.
+
+    `wall_s`: how long this process has run the pipeline. Rewards are means over the rollouts of an update;
+    `lost` are rollouts that were admitted and never ended in a named state.
+    """
+    harnesses = ledger.totals()
+    total = summed(harnesses.values())
+    updates = [ledger.updates[number] for number in sorted(ledger.updates)]
+    return {
+        "updates": updates[-1].updates if updates else 0,
+        "reward": _rewards(updates),
+        "rollouts": _rollouts(total),
+        "calls": total.calls,
+        "calls_aborted": total.num_aborted,
+        "tokens": _tokens(total, updates),
+        "versions_pushed": len({report.version for report in pushes}),
+        "push_pause_s": _percentiles([report.pause_s for report in pushes]),
+        "staleness": _staleness(updates),
+        "harness": {name: _harness(totals) for name, totals in sorted(harnesses.items())},
+        "time": _time(total, updates, wall_s),
+    }
+
+
+def status(ledger: Ledger, *, phase: str, updates_total: int, held: Mapping[str, int]) -> dict[str, Any]:
+    """What `clawpipe status` shows. `held`: counts of what is where just now."""
+    total = summed(ledger.totals().values())
+    updates = [ledger.updates[number] for number in sorted(ledger.updates)]
+    return {
+        "phase": phase,
+        "updates": updates[-1].updates if updates else 0,
+        "updates_total": updates_total,
+        "reward": {"per_update": _rewards(updates)["per_update"]},
+        "rollouts": _rollouts(total),
+        "held": dict(held),
+        "tokens": _tokens(total, updates),
+        "staleness": _staleness(updates[-1:]) if updates else None,
+        "left_s": _left_s(updates, updates_total),
+    }
+
+
+def summed(parts: Any) -> Totals:
+    """The sum of several totals."""
+    found = Totals()
+    for part in parts:
+        for name in ("outcomes", "states", "reasons", "roles", "tokens", "dropped"):
+            getattr(found, name).update(getattr(part, name))
+        found.calls += part.calls
+        found.num_aborted += part.num_aborted
+        found.reward_sum += part.reward_sum
+        found.num_graded += part.num_graded
+        found.run_s += part.run_s
+    return found
+
+
+def _rewards(updates: Sequence[UpdateRow]) -> dict[str, Any]:
+    rewards = [row.reward_mean for row in updates]
+    return {
+        "first": _mean(rewards[:EDGE_UPDATES]),
+        "last": _mean(rewards[-EDGE_UPDATES:]),
+        "per_update": rewards,
+    }
+
+
+def _rollouts(total: Totals) -> dict[str, int]:
+    infra = sum(total.outcomes[name] for name in _INFRA)
+    graded = {name: total.outcomes[name] for name in _GRADED}
+    lost = total.reasons[DropReason.LOST.value]
+    return {"settled": sum(graded.values()) + infra, **graded, "infra": infra, "lost": lost}
+
+
+def _tokens(total: Totals, updates: Sequence[UpdateRow]) -> dict[str, Any]:
+    dropped = Counter(total.dropped)
+    trained = total.tokens[RolloutState.TRAINED.value]
+    for update in updates:
+        # Stale tokens are in the rows' own books, by rollout.
+        others = {reason: n for reason, n in update.masked.items() if reason != DropReason.STALE.value}
+        dropped.update(others)
+        trained -= sum(others.values())
+    return {
+        "sampled": total.tokens["sampled"],
+        "trained": trained,
+        "dropped": {reason: n for reason, n in sorted(dropped.items()) if n},
+        "in_flight": total.tokens[RolloutState.IN_FLIGHT.value],
+        "queued": total.tokens[RolloutState.QUEUED.value],
+        "leased": total.tokens[RolloutState.LEASED.value],
+    }
+
+
+def _staleness(updates: Sequence[UpdateRow]) -> dict[str, float]:
+    """Over trained tokens: those over max_staleness are not counted."""
+    weights = [row.num_entries - row.masked.get(DropReason.STALE.value, 0) for row in updates]
+    steps = sum(row.staleness_mean * weight for row, weight in zip(updates, weights, strict=True))
+    return {
+        "mean": steps / sum(weights) if sum(weights) else 0.0,
+        "max": max((row.staleness_max for row in updates), default=0),
+    }
+
+
+def _harness(totals: Totals) -> dict[str, Any]:
+    return {
+        "rollouts": sum(totals.outcomes.values()),
+        "calls": totals.calls,
+        "roles": dict(sorted(totals.roles.items())),
+        "tokens": {
+            "sampled": totals.tokens["sampled"],
+            "trained": totals.tokens[RolloutState.TRAINED.value],
+            "dropped": {reason: n for reason, n in sorted(totals.dropped.items()) if n},
+        },
+        "reward_mean": totals.reward_sum / totals.num_graded if totals.num_graded else None,
+    }
+
+
+def _time(total: Totals, updates: Sequence[UpdateRow], wall_s: float) -> dict[str, Any]:
+    learner = {name: [row.metrics.get(name, 0.0) for row in updates] for name in _SECONDS}
+    stepped = [row.stepped_s for row in updates]
+    return {
+        "wall_s": wall_s,
+        "rollout_s": total.run_s,
+        "update_wall_s": [b - a for a, b in pairwise(stepped)],
+        **{f"learner_{name}": sum(values) for name, values in learner.items()},
+        "per_update": learner,
+    }
+
+
+def _left_s(updates: Sequence[UpdateRow], updates_total: int) -> float | None:
+    recent = [row.stepped_s for row in updates[-6:]]
+    if len(recent) < 2:
+        return None
+    return (recent[-1] - recent[0]) / (len(recent) - 1) * max(0, updates_total - updates[-1].updates)
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float | None]:
+    if not values:
+        return {"p50": None, "p99": None}
+    return {"p50": float(np.percentile(values, 50)), "p99": float(np.percentile(values, 99))}
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None

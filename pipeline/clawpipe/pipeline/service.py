@@ -1,0 +1,392 @@
+"""The role `pipeline`: one task group that carries records, requests and the learner's messages to the flow.
+
+Everything that decides is in `flow` and `restart`; here are the clock, NATS, the ledger file and the order of
+beginning and end. Any task that fails brings the process down; the launcher starts it again and `restart`
+takes the run up.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from clawpipe.pipeline import report, restart
+from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.errors import ConfigError
+from clawpipe.pipeline.flow import Flow, Order
+from clawpipe.pipeline.ledger import Ledger
+from clawpipe.pipeline.ledger_file import LedgerFile, Stored
+from clawpipe.pipeline.observe import EventLog, start_log, write_json
+from clawpipe.pipeline.records import (
+    AskCursor,
+    BatchReady,
+    Chunk,
+    Committed,
+    Cursor,
+    Data,
+    Finished,
+    Hello,
+    LearnerMessage,
+    LearnerReply,
+    Lease,
+    NotYet,
+    Ok,
+    PushReport,
+    Stepped,
+    StreamCursor,
+)
+from clawpipe.pipeline.runtime import Runtime
+
+LEASE_WAIT_S = 1.0  # how long a lease waits for a batch before NotYet
+AUDIT_INTERVAL_S = 60.0
+FINAL_COMMIT_S = 600.0  # from Finished to the learner's last checkpoint
+FAREWELL_S = 2.0  # a learner whose last checkpoint is written already says nothing more
+
+
+def main(config: Config, runtime: Runtime) -> None:
+    """Runs until the updates are done or the run is drained. Raises ClawpipeError for what a user can act on."""
+    log = start_log("pipeline", config.observe.level)
+    anyio.run(serve, config, runtime, log)
+
+
+async def serve(config: Config, runtime: Runtime, log: EventLog) -> None:
+    """The role on a running event loop. Writes status.json, and summary.json at the end."""
+    ledger_file = LedgerFile(runtime.path("ledger.sqlite"))
+    try:
+        async with Broker.connect(
+            runtime.nats_url,
+            runtime.nats_token,
+            prefix=config.nats.prefix,
+            timeout_s=config.nats.connect_timeout_s,
+        ) as broker:
+            ledger = Ledger()
+            flow = Flow(config, read_tasks(runtime.path("tasks.json")), ledger, log)
+            stored = ledger_file.read()
+            await Service(broker, config, runtime, flow, ledger_file, stored, log).run()
+    finally:
+        ledger_file.close()
+
+
+def read_tasks(path: Path) -> tuple[str, ...]:
+    """The task ids that the launcher wrote. ConfigError when there are none."""
+    try:
+        tasks = tuple(json.loads(path.read_bytes()))
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"{path}: no list of tasks ({err}); start the run with `clawpipe up`") from err
+    if not tasks:
+        raise ConfigError(f"{path}: the list of tasks is empty; check the [[tasks]] tables")
+    return tasks
+
+
+class StreamClock:
+    """Seconds that pass only while records are taken from the stream."""
+
+    def __init__(self) -> None:
+        self._stopped_s = 0.0
+        self._since: float | None = None
+
+    def now(self) -> float:
+        """The time; it stands still while stopped."""
+        return (self._since if self._since is not None else time.monotonic()) - self._stopped_s
+
+    @asynccontextmanager
+    async def stopped(self) -> AsyncIterator[None]:
+        """For as long as nothing is taken."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stopped_s += time.monotonic() - self._since
+            self._since = None
+
+
+class Signal:
+    """Wakes everybody who waits for a change of the flow."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def fire(self) -> None:
+        """Something has changed."""
+        self._event.set()
+        self._event = anyio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the next change, or the timeout."""
+        with anyio.move_on_after(timeout_s):
+            await self._event.wait()
+
+
+class Service:
+    """One run of the role. `run` is the table of contents."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        config: Config,
+        runtime: Runtime,
+        flow: Flow,
+        ledger_file: LedgerFile,
+        stored: Stored,
+        log: EventLog,
+    ) -> None:
+        self._broker = broker
+        self._config = config
+        self._runtime = runtime
+        self._flow = flow
+        self._file = ledger_file
+        self._stored = stored
+        self._log = log
+        self._clock = StreamClock()
+        self._changed = Signal()
+        self._pushes: list[PushReport] = []
+        self._writing = anyio.Lock()
+        self._anchored = anyio.Event()  # it is known where to read from
+        self._ready = anyio.Event()  # all that an earlier process had read is read
+        self._no_more = False  # the next lease is answered with Finished
+        self._told = anyio.Event()  # it was
+        self._heard_s = 0.0  # when the learner last spoke
+        self._start = StreamCursor()
+        self._anchor: restart.Anchor | None = None
+        self._began_s = time.monotonic()
+
+    async def run(self) -> None:
+        """From the first record to the summary."""
+        if self._stored.empty and not self._runtime.resume:
+            self._anchored.set()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._stop_on_signal, tasks.cancel_scope)
+            tasks.start_soon(self._read_records)
+            tasks.start_soon(self._schedule)
+            tasks.start_soon(self._broker.serve_learner, self._answer)
+            tasks.start_soon(self._read_pushes)
+            tasks.start_soon(self._audit)
+            tasks.start_soon(self._publish_status)
+            tasks.start_soon(self._watch_drain)
+            await self._farewell()
+            tasks.cancel_scope.cancel()
+        await self._close()
+
+    # Tasks ------------------------------------------------------------------------------------------------
+
+    async def _read_records(self) -> None:
+        """Stream -> flow. Stops pulling while the replay queue is full."""
+        await self._anchored.wait()
+        pending, last = await self._what_there_is()
+        if self._anchor is None or last < self._start.sequence:
+            await self._caught_up(pending)
+        async for sequence, record in self._broker.records(self._start.sequence):
+            self._flow.record(sequence, record, self._clock.now())
+            if not self._ready.is_set() and sequence >= last:
+                await self._caught_up(pending)
+            self._changed.fire()
+            if self._ready.is_set() and self._flow.replay.full:
+                async with self._clock.stopped():
+                    while self._flow.replay.full:
+                        await self._changed.wait(1.0)
+
+    async def _what_there_is(self) -> tuple[tuple[Any, ...], int]:
+        """Requests in the work queue, then the last record: what is in neither will never come."""
+        pending = await self._broker.pending_requests()
+        last = await self._broker.last_records_sequence()
+        there = await self._broker.has_records(self._start.sequence)
+        return pending, last if there else 0
+
+    async def _caught_up(self, pending: tuple[Any, ...]) -> None:
+        if self._anchor is not None:
+            restart.complete(self._flow, self._stored, self._anchor, pending)
+            self._log.info(
+                "run taken up",
+                updates=self._flow.updates,
+                in_flight=len(self._flow.scheduler.in_flight),
+                queued_groups=self._flow.replay.num_groups,
+            )
+        await self._flush()
+        self._ready.set()
+        self._changed.fire()
+
+    async def _schedule(self) -> None:
+        """Flow -> work queue."""
+        await self._ready.wait()
+        while True:
+            for request in self._flow.requests(time.time()):
+                if self._flow.draining:
+                    self._flow.scheduler.withdraw(request.rollout_id)
+                    continue
+                await self._broker.publish_request(request)
+                self._flow.requested(request)
+            await self._changed.wait(1.0)
+
+    async def _read_pushes(self) -> None:
+        async for push in self._broker.pushes():
+            self._pushes.append(push)
+
+    async def _publish_status(self) -> None:
+        """The tick: deadlines, conservation, ledger file, status file."""
+        while True:
+            if self._ready.is_set():
+                self._flow.tick(self._clock.now())
+                self._changed.fire()
+            await self._flush()
+            write_json(self._runtime.path("status.json"), self._status())
+            await anyio.sleep(self._config.observe.status_interval_s)
+
+    async def _audit(self) -> None:
+        """Looks for rollouts that vanished: acknowledged, or gone from the work queue, without a manifest."""
+        await self._ready.wait()
+        while True:
+            await anyio.sleep(AUDIT_INTERVAL_S)
+            await self._find_lost()
+
+    async def _find_lost(self) -> None:
+        before = set(self._flow.ledger.in_flight)
+        pending, last = await self._what_there_is()
+        while self._flow.spans.position < last:
+            await self._changed.wait(1.0)
+        gone = before - {request.rollout_id for request in pending}
+        for rollout_id in sorted(gone & set(self._flow.ledger.in_flight)):
+            self._flow.lost(rollout_id)
+        self._changed.fire()
+
+    async def _watch_drain(self) -> None:
+        """No new rollouts; those in flight are awaited, those that nobody has taken are taken back."""
+        await self._ready.wait()
+        await self._broker.drained()
+        self._flow.draining = True
+        self._log.info("draining", in_flight=len(self._flow.scheduler.in_flight))
+        for request in await self._broker.withdraw_requests():
+            self._flow.withdrawn(request)
+        with anyio.move_on_after(self._config.run.drain_timeout_s):
+            while self._flow.scheduler.in_flight:
+                await self._changed.wait(1.0)
+        self._no_more = True
+        self._changed.fire()
+
+    async def _stop_on_signal(self, scope: anyio.CancelScope) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                self._log.info("stopping", signal=number.name)
+                scope.cancel()
+                return
+
+    # The learner ------------------------------------------------------------------------------------------
+
+    async def _answer(self, message: LearnerMessage) -> LearnerReply:
+        """One message, one reply. What the learner may rely on is in the ledger file before it is answered."""
+        self._heard_s = time.monotonic()
+        if not self._anchored.is_set():
+            self._take_up(message)
+        await self._ready.wait()
+        reply = await self._reply(message)
+        if not isinstance(reply, NotYet | Data):
+            await self._flush()
+        self._heard_s = time.monotonic()
+        self._changed.fire()
+        return reply
+
+    def _take_up(self, message: LearnerMessage) -> None:
+        self._anchor = restart.anchor(message, self._stored)
+        self._start = self._anchor.cursor
+        restart.prepare(self._flow, self._stored, self._anchor)
+        self._anchored.set()
+
+    async def _reply(self, message: LearnerMessage) -> LearnerReply:
+        match message:
+            case Hello():
+                self._flow.hello(message)
+            case Lease():
+                return await self._lease(message)
+            case Chunk():
+                return Data(body=self._flow.batches.chunk(message.batch_id, message.index))
+            case Stepped():
+                self._flow.stepped(message, time.time())
+            case AskCursor():
+                return Cursor(cursor=self._flow.cursor())
+            case Committed():
+                await self._commit(message)
+        return Ok()
+
+    async def _lease(self, message: Lease) -> BatchReady | NotYet | Finished:
+        """Waits a moment for a batch: the learner is idle while it asks."""
+        deadline = time.monotonic() + LEASE_WAIT_S
+        while True:
+            reply = Finished() if self._no_more else self._flow.lease(message.version)
+            if isinstance(reply, Order):
+                build = partial(self._flow.recipe.build, reply.batch_id, reply.version, reply.groups)
+                return self._flow.leased(await anyio.to_thread.run_sync(build))
+            if isinstance(reply, Finished):
+                self._told.set()
+            if not isinstance(reply, NotYet) or time.monotonic() >= deadline:
+                return reply
+            await self._changed.wait(deadline - time.monotonic())
+
+    async def _commit(self, message: Committed) -> None:
+        """The ledger first: after a crash in between, the purge is only late."""
+        below = self._flow.committed(message)
+        await self._flush()
+        await self._broker.purge_records(below)
+
+    # The end ----------------------------------------------------------------------------------------------
+
+    async def _farewell(self) -> None:
+        """Waits until the learner knows that it is over, and for its last checkpoint."""
+        while not self._told.is_set():
+            await self._changed.wait(1.0)
+            if self._no_more and not self._told.is_set():
+                with anyio.move_on_after(self._config.run.drain_timeout_s):
+                    await self._told.wait()
+                break
+        with anyio.move_on_after(FINAL_COMMIT_S):
+            while not self._is_farewell_said():
+                await self._changed.wait(0.2)
+
+    def _is_farewell_said(self) -> bool:
+        committed = self._flow.committed_updates == self._flow.updates
+        return committed and time.monotonic() - self._heard_s > FAREWELL_S
+
+    async def _close(self) -> None:
+        with anyio.CancelScope(shield=True), anyio.move_on_after(30):
+            await self._flush()
+            write_json(self._runtime.path("status.json"), self._status() | {"phase": "ended"})
+            write_json(self._runtime.path("summary.json"), self.summary())
+            self._log.info("pipeline ended", updates=self._flow.updates)
+
+    def summary(self) -> dict[str, Any]:
+        """What the run measured so far."""
+        return report.summary(self._flow.ledger, self._pushes, time.monotonic() - self._began_s)
+
+    def _status(self) -> dict[str, Any]:
+        flow = self._flow
+        held = {
+            "in_flight": len(flow.scheduler.in_flight),
+            "open_groups": len(flow.scheduler.open_groups),
+            "queued_groups": flow.replay.num_groups,
+            "queued_tokens": flow.replay.num_tokens,
+            "credits": flow.admission.held,
+            "uncommitted_batches": flow.batches.uncommitted,
+        }
+        return report.status(flow.ledger, phase=self._phase(), updates_total=flow.limits.updates, held=held)
+
+    def _phase(self) -> str:
+        if not self._ready.is_set():
+            return "waiting for the learner" if not self._anchored.is_set() else "reading records again"
+        if self._told.is_set():
+            return "finishing"
+        return "draining" if self._flow.draining else "running"
+
+    async def _flush(self) -> None:
+        """Hands the ledger's changes to the file, in a worker thread, one after the other."""
+        async with self._writing:
+            changes = self._flow.ledger.changes()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(self._file.write, changes)
