@@ -1,12 +1,14 @@
 """One rank of a small learner: trains on given batches and says what came out. Run by test_layouts under torchrun.
 
-Usage: rank_program.py PLAN.json..., one layout after the other. A plan names the model, the layout, the batches (files with a Batch each),
-where to put the weights after the first update, where to save a checkpoint after it, and where the report goes.
+Usage: rank_program.py PLAN.json..., one layout after the other. A plan names the model, the layout, the batches
+(files with a Batch each), where to put the weights after the first update, where to save a checkpoint after it,
+and where the report goes.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -55,6 +57,10 @@ def train(plan: dict, ranks: parallel.Ranks, layout: ParallelConfig) -> dict:
 def execute(plan: dict) -> None:
     """Carries out one plan on this rank."""
     layout = ParallelConfig(**plan["layout"])
+    if "port" in plan:
+        # Each layout's ranks meet anew: torchrun's own store still holds the keys of the one before.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+        os.environ["MASTER_PORT"] = str(plan["port"])
     with parallel.session(layout) as ranks:
         report = train(plan, ranks, layout)
         if ranks.is_main:

@@ -16,6 +16,7 @@ import pytest
 from safetensors.torch import load_file
 
 from clawpipe.pipeline.forest import Batch
+from clawpipe.pipeline.processes import free_port
 
 PROGRAM = Path(__file__).with_name("rank_program.py")
 SINGLE = {"processes": 1}
@@ -75,11 +76,13 @@ def spread(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
     paths = []
     for name, layout in SPREAD.items():
         paths.append(root / f"{name}.json")
-        paths[-1].write_text(json.dumps(plan(task, root / name, layout, save=str(root / name / "checkpoints"))))
+        checkpoints = str(root / name / "checkpoints")
+        what = plan(task, root / name, layout, save=checkpoints, port=free_port())
+        paths[-1].write_text(json.dumps(what))
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     argv = [*torchrun, str(PROGRAM), *map(str, paths)]
-    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr[-4000:]
     return root
 

@@ -103,6 +103,15 @@ def random_sequences(kind: str, seed: int) -> list[list[int]]:
             out.append(spine + tokens(rng.randint(1, 4)))
             spine = spine + tokens(rng.randint(1, 6))
         return [*out, spine]
+    if kind == "group":  # more than one block of the attention's plan
+        prompt, out = tokens(280), []
+        for _ in range(4):
+            rollout = prompt
+            for _ in range(3):
+                out.append(rollout + tokens(rng.randint(1, 9)))
+                rollout = rollout + tokens(rng.randint(20, 60))
+            out.append(rollout)
+        return out
     out = [tokens(rng.randint(5, 40)), tokens(7)]
     for _ in range(9):
         prefix = rng.choice(out)
@@ -120,19 +129,17 @@ def pack(sequences: list[list[int]], seed: int = 0, entry_share: float = 0.6) ->
                 children[node][token] = len(children)
                 children.append({})
             node = children[node][token]
-    tokens, position, parent, end = [], [], [], []
-
-    def visit(node: int, depth: int, above: int) -> None:
-        for token, child in children[node].items():
-            here = len(tokens)
-            tokens.append(token)
-            position.append(depth)
-            parent.append(above)
-            end.append(0)
-            visit(child, depth + 1, here)
-            end[here] = len(tokens)
-
-    visit(0, 0, -1)
+    tokens, position, parent = [], [], []
+    stack = [(token, child, 0, -1) for token, child in reversed(children[0].items())]
+    while stack:
+        token, node, depth, above = stack.pop()
+        here = len(tokens)
+        tokens.append(token)
+        position.append(depth)
+        parent.append(above)
+        stack += [(token, child, depth + 1, here) for token, child in reversed(children[node].items())]
+    size = len(tokens)
+    end = [next((k for k in range(i + 1, size) if position[k] <= position[i]), size) for i in range(size)]
     places = [_locate(sequence, tokens, parent) for sequence in sequences]
     rng = random.Random(seed)
     entries = [i for i, above in enumerate(parent) if above >= 0 and rng.random() < entry_share]
@@ -179,9 +186,3 @@ def hf_gradients(
     loss.backward()
     named = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
     return [logprob.detach() for logprob in logprobs], per_expert(named)
-
-
-def dense_mask(end_T: torch.Tensor) -> torch.Tensor:
-    """True where row i sees column j, written down from the definition."""
-    size = len(end_T)
-    return torch.tensor([[j <= i < int(end_T[j]) for j in range(size)] for i in range(size)])

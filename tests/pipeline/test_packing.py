@@ -47,13 +47,9 @@ def groups(draw):
         paths = []
         for _ in range(draw(st.integers(1, 4))):
             tokens = draw(small_tokens)
-            entries = (
-                sorted(draw(st.sets(st.integers(1, 9).filter(lambda e: e < 9)))) if len(tokens) > 1 else []
-            )
+            entries = sorted(draw(st.sets(st.integers(1, 9).filter(lambda e: e < 9)))) if len(tokens) > 1 else []
             entries = [e for e in entries if e < len(tokens)]
-            logprobs = draw(
-                st.lists(st.floats(-5, 0, width=32), min_size=len(entries), max_size=len(entries))
-            )
+            logprobs = draw(st.lists(st.floats(-5, 0, width=32), min_size=len(entries), max_size=len(entries)))
             paths.append(path(tokens, entries, logprobs, draw(st.integers(0, 3))))
         rollouts.append(Trainable(rollout_index=index, paths=tuple(paths)))
     return rollouts
@@ -77,9 +73,7 @@ def test_the_trees_hold_exactly_the_prefixes_of_the_paths_each_once(rollouts, bu
         tokens = ints(forest.tokens).tolist()
         spelled = [tuple(tokens[j] for j in ancestors_by_end(forest, i)) for i in range(len(tokens))]
         owners = whole_owners(rollouts, set(spelled))
-        expected = {
-            tuple(p.tokens[: n + 1].tolist()) for r in owners for p in r.paths for n in range(len(p.tokens))
-        }
+        expected = {tuple(p.tokens[: n + 1].tolist()) for r in owners for p in r.paths for n in range(len(p.tokens))}
         filling = len(tokens) - len(expected)
         assert 0 <= filling < align
         assert len(tokens) % align == 0
@@ -111,9 +105,7 @@ def test_every_rollout_keeps_one_entry_for_each_token_it_sampled(rollouts, budge
     expected = {}
     for rollout in rollouts:
         for p in rollout.paths:
-            for e, logprob, version in zip(
-                p.entries.tolist(), p.logprobs.tolist(), p.versions.tolist(), strict=True
-            ):
+            for e, logprob, version in zip(p.entries.tolist(), p.logprobs.tolist(), p.versions.tolist(), strict=True):
                 key = rollout.rollout_index, tuple(p.tokens[: e + 1].tolist())
                 expected.setdefault(key, (logprob, version))
     assert found == expected
@@ -133,9 +125,7 @@ def test_a_rollout_lies_in_one_forest_and_only_a_lone_rollout_is_over_the_budget
 
 
 def unique_prefixes(rollouts):
-    return {
-        tuple(p.tokens[: n + 1].tolist()) for r in rollouts for p in r.paths for n in range(len(p.tokens))
-    }
+    return {tuple(p.tokens[: n + 1].tolist()) for r in rollouts for p in r.paths for n in range(len(p.tokens))}
 
 
 @given(groups())

@@ -1,4 +1,4 @@
-"""Over random conversations: a prompt is the earlier tokens, the sampled ids as they are, and new text encoded apart."""
+"""Random conversations: a prompt is the earlier tokens, the sampled ids as they are, and new text encoded apart."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def save(
         unfinished.mkdir(parents=True)
     dist.barrier()
     with _quiet():
-        state = _state(model, optimizer, is_loading=False)
+        state = _state(model, optimizer)
         dist_checkpointing.save(state, str(unfinished), _InProcess("torch_dist", 1))
     dist.barrier()
     if _is_main():
@@ -99,7 +99,7 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> No
     """
     try:
         with _quiet():
-            state = dist_checkpointing.load(_state(model, optimizer, is_loading=True), str(checkpoint.path))
+            state = dist_checkpointing.load(_state(model, optimizer), str(checkpoint.path))
     except (RuntimeError, KeyError, CheckpointingException) as err:
         raise LearnerError(
             f"{checkpoint.path}: does not fit the model ({err}); "
@@ -127,12 +127,12 @@ class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         )
 
 
-def _state(model: torch.nn.Module, optimizer: AdamW, *, is_loading: bool) -> dict[str, Any]:
+def _state(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Any]:
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     weights = unwrap(model).sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading),
+        "optimizer": optimizer.sharded_state_dict(weights),
         "rng": torch.get_rng_state(),
     }
 

@@ -78,6 +78,7 @@ class AdamW:
         self._lr = config.lr
         with CudaAsCpu():
             self._inner = get_megatron_optimizer(settings, [model])
+            self._zero_moments()
 
     def zero_grad(self) -> None:
         """See `Optimizer`."""
@@ -99,21 +100,33 @@ class AdamW:
         for group in self._inner.param_groups:
             group["lr"] = scale * self._lr
 
-    def sharded_state_dict(self, model_state: Mapping[str, Any], *, is_loading: bool) -> Any:
-        """The optimizer's state as `checkpoint` saves and loads it, laid out as the model's `model_state`."""
-        with CudaAsCpu():
-            if is_loading:
-                self._zero_moments()
-            metadata = {"chained_optim_avoid_prefix": True}
-            return self._inner.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata)
+    def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Moments (and float32 weights) for `checkpoint`, laid out as the model's `model_state`, and the step count.
 
-    def load_state_dict(self, state: Any) -> None:
-        """Takes what a checkpoint held."""
+        Rates and other settings are left out: they come from the configuration, on resuming too. Megatron
+        keeps one optimizer for dense weights and one for experts that are spread over ranks; the tensors'
+        names do not tell which, so that any layout can take them.
+        """
+        parts, step = {}, torch.tensor(0.0)
+        with CudaAsCpu():
+            for number, part in enumerate(self._inner.chained_optimizers):
+                state = part.sharded_state_dict(model_state)
+                step = _moments(state)["state"].pop("common_step", step)
+                del _moments(state)["param_groups"]
+                parts[number] = state
+        return {"parts": parts, "step": step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what a checkpoint held for `sharded_state_dict`."""
         with CudaAsCpu(), torch.no_grad():
-            self._inner.load_state_dict(state)
+            for number, part in enumerate(self._inner.chained_optimizers):
+                moments = _moments(state["parts"][number])
+                moments["param_groups"] = part.optimizer.state_dict()["param_groups"]
+                moments["state"]["common_step"] = state["step"]
+                part.load_state_dict(state["parts"][number])
 
     def _zero_moments(self) -> None:
-        """The places that loading fills; Megatron's own preparation leaves the step count out."""
+        """AdamW makes its moments at the first step; a checkpoint must have a place for them before."""
         for part in self._inner.chained_optimizers:
             for group in part.optimizer.param_groups:
                 for p in group["params"]:
@@ -122,6 +135,12 @@ class AdamW:
                         "exp_avg": torch.zeros_like(p),
                         "exp_avg_sq": torch.zeros_like(p),
                     }
+
+
+def _moments(state: dict[str, Any]) -> dict[str, Any]:
+    """torch's optimizer state within Megatron's, which has float32 weights beside it when the model is bfloat16."""
+    inner: dict[str, Any] = state.get("optimizer", state)
+    return inner
 
 
 def _agreed(norm: float) -> float:

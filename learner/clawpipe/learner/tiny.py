@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from clawpipe.learner import demonstrations
 from clawpipe.learner.safetensor_files import finish_folder
@@ -31,6 +32,7 @@ def main(config: Config, runtime: Runtime) -> None:
         raise LearnerError("the role `model` builds what [model.tiny] describes; add the table, or do not run it")
     log = start_log("model", config.observe.level)
     progress = Progress(runtime.path(), "model", "building the model", total=3)
+    disable_progress_bar()  # it would write into the log, one JSON object per line
     check_sizes(tiny)
     found = demonstrations.read(Path(runtime.demos_path))
     progress.at(1, "tokenizer")

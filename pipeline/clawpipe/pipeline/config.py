@@ -43,7 +43,7 @@ class TinyModelConfig(_Table, frozen=True, kw_only=True):
     Hidden sizes are multiples of 32 (vLLM's CPU kernel for experts).
     """
 
-    vocab_size: Positive = 1024
+    vocab_size: Positive = 1024  # at most; fewer when the demonstrations hold no more
     hidden_size: Positive = 64
     num_layers: Positive = 2
     num_heads: Positive = 4
@@ -59,15 +59,15 @@ class TinyModelConfig(_Table, frozen=True, kw_only=True):
 class ColdStartConfig(_Table, frozen=True, kw_only=True):
     """[model.coldstart]: supervised training on scripted demonstrations before the first rollout.
 
-    Stage 1 trains on clean demonstrations until the model gives held-out ones the mean probability
-    `gate_probability`; stage 2 trains `flawed_steps` more with `flawed_fraction` of flawed ones, which leaves
-    something for reinforcement learning to do.
+    Stage 1 trains on clean demonstrations, for `max_steps` at most, until the model gives held-out ones the mean
+    probability `gate_probability`; stage 2 trains `flawed_steps` more with `flawed_fraction` of flawed ones,
+    which leaves something for reinforcement learning to do.
     """
 
     batch_size: Positive = 16
-    max_steps: Positive = 400
+    max_steps: Positive = 600
     check_every_steps: Positive = 5
-    gate_probability: Fraction = 0.5
+    gate_probability: Fraction = 0.2
     flawed_steps: NonNegative = 100
     flawed_fraction: Fraction = 0.7
     muon_lr: Annotated[float, Meta(gt=0)] = 0.02

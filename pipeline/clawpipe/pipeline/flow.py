@@ -33,7 +33,7 @@ from clawpipe.pipeline.records import (
     Stepped,
     StreamCursor,
 )
-from clawpipe.pipeline.replay import ReadyGroup, Replay
+from clawpipe.pipeline.replay import ReadyGroup, Replay, Taken
 from clawpipe.pipeline.scheduler import INFRASTRUCTURE, Scheduler, Settlement, group_id, parse
 from clawpipe.pipeline.segments import DropReason
 
@@ -245,8 +245,7 @@ class Flow:
         if self.finished:
             return Finished()
         taken = self.replay.take(self.version)
-        for key, rollout in taken.stale:
-            self._drop_stale(key, rollout, still_there=any(g.group_id == key for g in taken.groups))
+        self._drop_stale(taken)
         if not taken.groups:
             return NotYet()
         self._leases += 1
@@ -302,10 +301,12 @@ class Flow:
         self.ledger.note("committed", msgspec.msgpack.encode(message))
         return message.cursor.sequence
 
-    def _drop_stale(self, key: str, rollout: Rollout, *, still_there: bool) -> None:
-        self.ledger.dropped(rollout.rollout_id, DropReason.STALE)
-        self.admission.release(key, 1)
-        if not still_there and not self.replay.has(key):
+    def _drop_stale(self, taken: Taken) -> None:
+        for key, rollout in taken.stale:
+            self.ledger.dropped(rollout.rollout_id, DropReason.STALE)
+            self.admission.release(key, 1)
+        left = {group.group_id for group in (*taken.groups, *self.replay.groups)}
+        for key in dict.fromkeys(key for key, _ in taken.stale if key not in left):
             self._end(key)
 
     def _refuse(self, batch: Built, message: Stepped) -> None:

@@ -83,10 +83,6 @@ class Replay:
         """What waits, oldest first."""
         return tuple(self._groups)
 
-    def has(self, group_id: str) -> bool:
-        """Whether the group waits here."""
-        return any(group.group_id == group_id for group in self._groups)
-
     @property
     def ready(self) -> bool:
         """Whether a take could give a batch, staleness aside."""

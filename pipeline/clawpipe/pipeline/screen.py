@@ -41,6 +41,7 @@ class PlainScreen:
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
+        self._updates: int | None = None
         self._said: dict[str, str] = {}
         self._spoken_s: dict[str, float] = {}
 
@@ -50,25 +51,23 @@ class PlainScreen:
         sys.stdout.flush()
 
     async def watch(self) -> None:
-        """Says what has changed, each step at most every PLAIN_INTERVAL_S but for its start and end."""
+        """Says what has changed: starts, ends and updates at once, the rest every PLAIN_INTERVAL_S."""
         while True:
             for step in steps(self._run_dir):
-                self._say_step(step)
-            self._say_changed("run", status_line(read_status(self._run_dir)))
+                key = f"{step.role}/{step.label}/{step.started_s}"
+                self._say_changed(key, step_line(step), urgent=step.finished)
+            status = read_status(self._run_dir)
+            updated = self._updates != status.get("updates")
+            self._updates = status.get("updates")
+            self._say_changed("run", status_line(status), urgent=updated)
             await anyio.sleep(LIVE_INTERVAL_S)
 
-    def _say_step(self, step: Step) -> None:
-        key = f"{step.role}/{step.label}/{step.started_s}"
-        waited = time.time() - self._spoken_s.get(key, 0.0)
-        if key not in self._said or waited >= PLAIN_INTERVAL_S or step.finished:
-            self._spoken_s[key] = time.time() if self._say_changed(key, step_line(step)) else self._spoken_s.get(key, 0)
-
-    def _say_changed(self, key: str, line: str) -> bool:
-        if not line or self._said.get(key) == line:
-            return False
-        self._said[key] = line
-        self.say(line)
-        return True
+    def _say_changed(self, key: str, line: str, *, urgent: bool) -> None:
+        waited = time.monotonic() - self._spoken_s.get(key, -PLAIN_INTERVAL_S)
+        if line and self._said.get(key) != line and (urgent or waited >= PLAIN_INTERVAL_S):
+            self._said[key] = line
+            self._spoken_s[key] = time.monotonic()
+            self.say(line)
 
 
 class LiveScreen:

@@ -4,9 +4,11 @@ The last station of a push: `transfer.py` has the engine paused and calls start,
 hands these calls to this class in each worker. Works on any device: the tensors are read as they lie in the file
 and the model's own loaders shard, pack and move them.
 
-vLLM 0.32 lays out the experts of a mixture-of-experts layer for its CPU kernel only when the layer has no kernel
-yet. A reload into a layer that has one leaves the file's layout in the kernel's buffers: every later answer is
-wrong, and nothing says so. `start_weight_update` therefore takes the kernels away first.
+vLLM 0.32 loads two things wrongly on CPU, and says nothing: every later answer is sampled from wrong weights.
+- Experts are laid out for their kernel only when the layer has no kernel yet. A reload into a layer that has one
+  leaves the file's layout in the kernel's buffers. `drop_expert_kernels` takes the kernels away first.
+- An output head that shares the embedding's weights has no tensor of its own in the file, so a reload passes it by,
+  and it goes on with the packed copy that it made at the start. `pack_heads` makes that copy again.
 """
 
 from __future__ import annotations
@@ -22,14 +24,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """`keep_expert_kernels`: leave vLLM's fault in place, so that a test can show that it is there."""
+    """Each switch leaves one of vLLM's faults in place, so that a test can show that it is there."""
 
     keep_expert_kernels: bool = False
+    keep_packed_heads: bool = False
 
 
 @dataclass
@@ -44,15 +48,15 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  #
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    keep_expert_kernels = False
+    faults = InitInfo()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """There is nothing to meet: a file needs no rendezvous."""
-        self.keep_expert_kernels = init_info.keep_expert_kernels
+        self.faults = init_info
 
     def start_weight_update(self) -> None:
         """Makes the model's layers ready to be loaded again."""
-        if self.device.type == "cpu" and not self.keep_expert_kernels:
+        if self.device.type == "cpu" and not self.faults.keep_expert_kernels:
             drop_expert_kernels(self.model)
         initialize_layerwise_reload(self.model)
 
@@ -69,6 +73,8 @@ class SharedMemoryWeightTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):  #
     def finish_weight_update(self) -> None:
         """Puts the loaded layers in place; the kernels' buffers keep their addresses."""
         finalize_layerwise_reload(self.model, self.model_config)
+        if self.device.type == "cpu" and not self.faults.keep_packed_heads:
+            pack_heads(self.model)
 
     def shutdown(self) -> None:
         """Holds nothing between updates."""
@@ -80,6 +86,13 @@ def drop_expert_kernels(model: torch.nn.Module) -> None:
         method: Any = getattr(module, "quant_method", None)
         if getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
+
+
+def pack_heads(model: torch.nn.Module) -> None:
+    """Makes every output head's packed copy from the weights that it has now."""
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def read_tensors(path: str) -> Iterator[tuple[str, torch.Tensor]]:

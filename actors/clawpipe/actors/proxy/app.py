@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-from clawpipe.actors.engines.pool import EnginePool
 
+from clawpipe.actors.engines.pool import EnginePool
 from clawpipe.actors.proxy.service import load_model, serve
 from clawpipe.actors.proxy.slots import bind
 from clawpipe.actors.proxy.upstream import EngineSampler, make_client
@@ -37,7 +37,7 @@ async def _serve(config: Config, runtime: Runtime) -> None:
                     prefix=config.nats.prefix,
                     timeout_s=config.nats.connect_timeout_s,
                 ) as broker,
-                EnginePool(broker) as pool,
+                EnginePool(broker, config.proxy.engine_wait_s) as pool,
                 make_client() as client,
             ):
                 sampler = EngineSampler(pool, client, config.proxy, renderer.stop_ids, log)

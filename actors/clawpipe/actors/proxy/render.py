@@ -119,16 +119,17 @@ class Renderer:
     def _probe(self) -> tuple[str, str, str]:
         """(opening of a past turn, generation prompt, end of turn), read off two small conversations."""
         mark = f"<{self._nonce}>"
-        ask = {"role": "user", "content": "a"}
+        ask, turn = {"role": "user", "content": "a"}, {"role": "assistant", "content": mark}
         try:
             before = self._render([ask], [], prompt=False)
             prompt = self._render([ask], []).removeprefix(before)
-            past = self._render([ask, {"role": "assistant", "content": mark}, ask], []).removeprefix(before)
+            past = self._render([ask, turn, ask], []).removeprefix(before)
+            _, _, after = self._render([ask, turn], [], prompt=False).partition(mark)
         except TemplateRefusal as err:
             raise ConfigError(f"{self._model_dir}: {err}") from err
-        opening, found, after = past.partition(mark)
+        opening, found, rest = past.partition(mark)
         ends = [token for token in self._special_tokens() if after.lstrip().startswith(token)]
-        if not found or not prompt or not ends:
+        if not found or mark in rest or not prompt or not ends:
             raise ConfigError(
                 f"{self._model_dir}: the chat template does not end an assistant turn with a special token, or does "
                 "not repeat it as it was said; give a model folder whose template does"

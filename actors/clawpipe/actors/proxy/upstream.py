@@ -8,7 +8,7 @@ sampled again from its start. Sampling parameters come from the configuration al
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 import anyio
@@ -44,7 +44,10 @@ class EnginePool(Protocol):
     """The engines of the control bucket."""
 
     def acquire(self) -> AbstractAsyncContextManager[Engine]:
-        """Waits for a healthy engine and lends the least loaded one for the length of the block."""
+        """Waits for a healthy engine and lends the least loaded one for the length of the block.
+
+        EngineError when there has been none for too long.
+        """
         ...
 
 
@@ -184,8 +187,7 @@ class EngineSampler:
             await anyio.sleep(min(LAST_RETRY_S, FIRST_RETRY_S * 2 ** min(job.tries, 10)))
 
     async def _try(self, job: _Job, cut: anyio.Event) -> Sampled:
-        async with AsyncExitStack() as stack:
-            engine = await self._engine(stack, job)
+        async with self._pool.acquire() as engine:
             job.url, job.tries = engine.url, job.tries + 1
             job.request_id = f"{job.call_id}.t{job.tries}"
             try:
@@ -197,16 +199,6 @@ class EngineSampler:
             finally:
                 job.url = None
         return _sampled(_choice(response), cut.is_set())
-
-    async def _engine(self, stack: AsyncExitStack, job: _Job) -> Engine:
-        try:
-            with anyio.fail_after(self._config.engine_wait_s):
-                return await stack.enter_async_context(self._pool.acquire())
-        except TimeoutError as err:
-            raise EngineError(
-                f"call {job.call_id}: no healthy engine for {self._config.engine_wait_s:.0f} s; "
-                "look into the engines' logs, or raise [proxy] engine_wait_s"
-            ) from err
 
     def _body(self, job: _Job, version: int) -> bytes:
         body: dict[str, Any] = {

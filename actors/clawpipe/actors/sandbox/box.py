@@ -125,7 +125,8 @@ class Box:
             except (OSError, ValueError) as error:
                 os.close(status_fd)
                 raise SandboxError(f"sandbox {self._plan.name}: {argv[0]} was not started: {error}") from error
-        return Process(started, os.pidfd_open(started.pid), status_fd, self._group)
+        uid = self._plan.uid if os.geteuid() == 0 else None
+        return Process(started, os.pidfd_open(started.pid), status_fd, self._group, uid)
 
     def _options(self, env: Mapping[str, str], report_fd: int, blob: Callable[[bytes], int]) -> int:
         view = replace(self._host.ground.view(self._built), env=env, home_files=self._home_files)

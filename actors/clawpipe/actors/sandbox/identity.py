@@ -1,4 +1,4 @@
-"""Which supervisor something belongs to, so that a later one can tell the leftovers of the dead from the living.
+"""Which process something belongs to: the leftovers of dead supervisors, and our own children.
 
 A pid alone is reused; with the process's start time it is not.
 """
@@ -33,6 +33,18 @@ def parent_of(pid: int) -> int | None:
     """The pid of its parent, None when there is no such process."""
     fields = _stat(pid)
     return int(fields[1]) if fields else None
+
+
+def children_of_uid(uid: int | None) -> list[int]:
+    """This process's children that run, or ran, as user `uid`; none for None."""
+    found = []
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc") if uid is not None else [])):
+        try:
+            if os.stat(f"/proc/{pid}").st_uid == uid and parent_of(pid) == os.getpid():
+                found.append(pid)
+        except OSError:
+            continue
+    return found
 
 
 def _start_time(pid: int) -> int | None:

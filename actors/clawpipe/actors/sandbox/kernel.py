@@ -11,6 +11,8 @@ import errno
 import functools
 import os
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 CLONE_NEWNS = 0x0002_0000
 CLONE_NEWUSER = 0x1000_0000
@@ -34,6 +36,8 @@ _MOUNT_ATTR_RDONLY = 1
 _MOUNT_ATTR_NOSUID = 2
 _MOUNT_ATTR_NODEV = 4
 _MOUNT_ATTR_IDMAP = 0x0010_0000
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
 @functools.cache
@@ -97,6 +101,18 @@ def attach(fd: int, target: str) -> None:
     """Mounts a detached copy at `target` in the calling thread's mount namespace. OSError."""
     result = _libc().syscall(_MOVE_MOUNT, fd, b"", _AT_FDCWD, os.fsencode(target), _MOVE_MOUNT_F_EMPTY_PATH)
     _check(result, f"move_mount {target}")
+
+
+@contextmanager
+def subreaper() -> Iterator[None]:
+    """For the block, orphans among our descendants become children of this process, which must wait for them."""
+    was = ctypes.c_int()
+    _check(_libc().prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(was), 0, 0, 0), "prctl")
+    _check(_libc().prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0), "prctl")
+    try:
+        yield
+    finally:
+        _check(_libc().prctl(_PR_SET_CHILD_SUBREAPER, was.value, 0, 0, 0), "prctl")
 
 
 def syncfs(fd: int) -> None:

@@ -121,7 +121,7 @@ def _listen(port: int) -> socket.socket:
         listener.bind(("127.0.0.1", port))
         listener.listen(BACKLOG)
         listener.setblocking(False)
-    except OSError:
+    except Exception:
         listener.close()
         raise
     return listener

@@ -17,7 +17,7 @@ from enum import StrEnum
 import msgspec
 import trio
 
-from clawpipe.actors.sandbox.identity import parent_of
+from clawpipe.actors.sandbox.identity import children_of_uid, parent_of
 from clawpipe.actors.sandbox.limits import Group
 from clawpipe.pipeline.errors import SandboxError
 
@@ -58,6 +58,7 @@ class Process:
     pidfd: int
     status_fd: int  # what bubblewrap reports with --json-status-fd
     group: Group
+    uid: int | None  # the host uid of everything in the sandbox, None when it has none of its own
     _status: bytearray = field(default_factory=bytearray)
 
     async def supervise(self, wall_clock_s: float, max_output_bytes: int) -> Exit:
@@ -112,38 +113,39 @@ class Process:
             while self.group.folders and self.group.populated():
                 self.group.kill()
                 await trio.sleep(_POLL_S)
+            self._reap_first_process()
         return not patience.cancelled_caught
 
     async def _end_first_process(self) -> None:
-        """Kills the sandbox's pid 1: it ends after everything else in there has.
-
-        bubblewrap then reaps it and ends by itself; killed first, it would leave a zombie to whatever is pid 1
-        of the host, which in many containers reaps nothing.
-        """
-        first = self._first_process()
-        if first is None:
+        """Kills the sandbox's pid 1, if it is known: it ends after everything else in there has."""
+        pid = self._reports().get("child-pid")
+        if pid is None or parent_of(pid) not in (self.popen.pid, os.getpid()):
+            return
+        try:
+            first = os.pidfd_open(pid)
+        except ProcessLookupError:
             return
         try:
             signal.pidfd_send_signal(first, signal.SIGKILL)
             await trio.lowlevel.wait_readable(first)
+        except ProcessLookupError:
+            return
         finally:
             os.close(first)
         with trio.move_on_after(_LEAVE_S):
             await trio.lowlevel.wait_readable(self.pidfd)
 
-    def _first_process(self) -> int | None:
-        """Its pidfd, if it is still there."""
+    def _reap_first_process(self) -> None:
+        """bubblewrap often ends before its child, the sandbox's pid 1, which then is ours (`subreaper`).
+
+        When it was killed before it could name the child, the child is found by the uid that only it has.
+        """
         pid = self._reports().get("child-pid")
-        if pid is None:
-            return None
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return None
-        if parent_of(pid) != self.popen.pid:  # reaped, and its number used again
-            os.close(fd)
-            return None
-        return fd
+        for orphan in [pid] if pid is not None else children_of_uid(self.uid):
+            try:
+                os.waitpid(orphan, 0)
+            except ChildProcessError:
+                continue
 
     def _reports(self) -> dict[str, int]:
         """What bubblewrap has reported until now: child-pid at the start, exit-code at the end."""

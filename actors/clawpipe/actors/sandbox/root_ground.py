@@ -195,7 +195,7 @@ def _place(
         space = workspace.mount_copy(box, plan.uid, room)
     try:
         return space, None if plan.port is None else network.create(plan.port, home_net)
-    except OSError:
+    except Exception:
         space.close()
         raise
 

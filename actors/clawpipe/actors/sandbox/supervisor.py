@@ -37,7 +37,7 @@ from pathlib import Path
 import msgspec
 import trio
 
-from clawpipe.actors.sandbox import bubblewrap, limits, rootfs, seccomp
+from clawpipe.actors.sandbox import bubblewrap, kernel, limits, rootfs, seccomp
 from clawpipe.actors.sandbox.box import Box, Host
 from clawpipe.actors.sandbox.ground import Contents, Ground, Plan
 from clawpipe.actors.sandbox.identity import is_dead, new_identity
@@ -94,6 +94,8 @@ class Supervisor:
         programs = await trio.to_thread.run_sync(bubblewrap.find_programs, limiter=limiter)
         root = await trio.to_thread.run_sync(rootfs.find, config.rootfs, limiter=limiter)
         async with AsyncExitStack() as stack:
+            # bubblewrap may end before the pid 1 that it started, and many containers have nobody to reap it.
+            stack.enter_context(kernel.subreaper())
             identity = new_identity()
             own = stack.enter_context(_own_folder(work_dir, identity))
             groups = stack.enter_context(_own_groups(run_id, work_dir, identity))
@@ -141,7 +143,7 @@ class Supervisor:
                 try:
                     built = await stack.enter_async_context(self._host.ground.built(plan))
                     group = await stack.enter_async_context(self._group(label, bounds))
-                except (OSError, ValueError) as error:
+                except (OSError, ValueError, OverflowError) as error:
                     raise SandboxError(f"sandbox {name}: could not be built: {one_line(error)}") from error
                 yield Box(self._host, plan, built, group, bounds, home_files or {})
         finally:

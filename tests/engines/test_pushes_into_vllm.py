@@ -1,0 +1,201 @@
+"""Against a running vLLM: what it says it sampled is what an independent model says, whatever is pushed into it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from engine_fixture import VOCAB_SIZE, RunningEngine, build_model
+
+pytestmark = pytest.mark.engine
+
+NUM_STREAMS = 8
+STREAM_TOKENS = 400
+SAMPLING = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+
+
+@dataclass
+class Answer:
+    """What the engine says about one completion."""
+
+    ids: list[int]
+    logprobs: np.ndarray
+    spans: list[tuple[str, int, int]]
+    finish_reason: str
+    cached_tokens: int
+
+
+@pytest.fixture(scope="module")
+def other_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same architecture with other weights."""
+    return build_model(tmp_path_factory.mktemp("other") / "model", seed=1)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[httpx.Client]:
+    with httpx.Client(timeout=300, limits=httpx.Limits(max_connections=64)) as client:
+        yield client
+
+
+def prompt(seed: int, length: int = 300) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def generate(
+    client: httpx.Client,
+    engine: RunningEngine,
+    ids: list[int],
+    *,
+    salt: str = "",
+    temperature: float = 1.0,
+    n: int = 64,
+) -> Answer:
+    sampling = {**SAMPLING, "temperature": temperature, "max_tokens": n}
+    body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling}
+    if salt:
+        body["cache_salt"] = salt
+    response = client.post(f"{engine.url}/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    data = response.json()
+    [choice] = data["choices"]
+    return Answer(
+        ids=choice["token_ids"],
+        logprobs=np.array([entry["logprob"] for entry in choice["logprobs"]["content"]]),
+        spans=_spans(choice),
+        finish_reason=choice["finish_reason"],
+        cached_tokens=(data["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+    )
+
+
+def stream(client: httpx.Client, engine: RunningEngine, ids: list[int], samples: Barrier) -> Answer:
+    """A streamed completion of STREAM_TOKENS tokens; meets the others at `samples` after its first twenty."""
+    body = {"token_ids": ids, "sampling_params": {**SAMPLING, "max_tokens": STREAM_TOKENS}, "stream": True}
+    answer = Answer(ids=[], logprobs=np.array([]), spans=[], finish_reason="", cached_tokens=0)
+    logprobs: list[float] = []
+    with client.stream("POST", f"{engine.url}/inference/v1/generate", json=body) as response:
+        assert response.status_code == 200
+        for line in response.iter_lines():
+            for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else []:
+                met = len(answer.ids) >= 20
+                answer.ids += choice["token_ids"] or []
+                logprobs += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
+                answer.spans = _spans(choice) or answer.spans
+                answer.finish_reason = choice["finish_reason"] or answer.finish_reason
+                if not met and len(answer.ids) >= 20:
+                    samples.wait()
+    answer.logprobs = np.array(logprobs)
+    return answer
+
+
+def _spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+
+
+def hf_logprobs(folder: Path, ids: list[int], completion: list[int], temperature: float = 1.0) -> np.ndarray:
+    """log softmax(logits / T) of transformers' own forward pass in float32."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
+
+
+def worst(engine_logprobs: np.ndarray, other: np.ndarray) -> float:
+    assert len(engine_logprobs) == len(other)
+    return float(np.abs(engine_logprobs - other).max())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_are_those_of_the_sampling_distribution_before_and_after_a_push(
+    engine: RunningEngine, client: httpx.Client, other_model_dir: Path, temperature: float
+) -> None:
+    ids = prompt(1)
+    before = generate(client, engine, ids, temperature=temperature)
+    version = engine.version
+    engine.push(other_model_dir)
+    after = generate(client, engine, ids, temperature=temperature)
+
+    assert before.spans == [(str(version), 0, 64)]
+    assert after.spans == [(str(version + 1), 0, 64)]
+    assert worst(before.logprobs, hf_logprobs(engine.model_dir, ids, before.ids, temperature)) <= 1e-5
+    assert worst(after.logprobs, hf_logprobs(other_model_dir, ids, after.ids, temperature)) <= 1e-5
+    assert worst(after.logprobs, hf_logprobs(engine.model_dir, ids, after.ids, temperature)) > 0.5
+
+
+@pytest.mark.parametrize("fault", ["keep_expert_kernels", "keep_packed_heads"])
+def test_without_its_workaround_each_fault_of_vllm_silently_gives_wrong_weights(
+    engine: RunningEngine, client: httpx.Client, other_model_dir: Path, fault: str
+) -> None:
+    """When this fails in its first half, vLLM has mended the fault and the workaround can go."""
+    ids = prompt(2)
+    engine.push(other_model_dir, **{fault: True})
+    faulty = generate(client, engine, ids)
+    engine.push(other_model_dir)
+    sound = generate(client, engine, ids)
+
+    assert faulty.finish_reason == "length"
+    assert worst(faulty.logprobs, hf_logprobs(other_model_dir, ids, faulty.ids)) > 0.05
+    assert worst(sound.logprobs, hf_logprobs(other_model_dir, ids, sound.ids)) <= 1e-5
+
+
+def test_a_push_into_running_streams_changes_the_version_per_token_and_aborts_none(
+    engine: RunningEngine, client: httpx.Client, other_model_dir: Path
+) -> None:
+    prompts = [prompt(10 + index, 200 + 7 * index) for index in range(NUM_STREAMS)]
+    old, new = str(engine.version), str(engine.version + 1)
+    everyone_samples = Barrier(NUM_STREAMS + 1, timeout=60)
+    with ThreadPoolExecutor(NUM_STREAMS) as threads:
+        running = [threads.submit(stream, client, engine, ids, everyone_samples) for ids in prompts]
+        everyone_samples.wait()
+        engine.push(other_model_dir)
+        answers = [future.result() for future in running]
+
+    for ids, answer in zip(prompts, answers, strict=True):
+        assert answer.finish_reason == "length"
+        assert len(answer.ids) == STREAM_TOKENS
+        switch = answer.spans[0][2]
+        assert answer.spans == [(old, 0, switch), (new, switch, STREAM_TOKENS)]
+        assert 0 < switch < STREAM_TOKENS
+        before = hf_logprobs(engine.model_dir, ids, answer.ids)
+        after = hf_logprobs(other_model_dir, ids, answer.ids)
+        assert worst(answer.logprobs[:switch], before[:switch]) <= 1e-5
+        assert worst(answer.logprobs[switch:], after[switch:]) <= 1e-5
+
+
+def test_a_new_salt_keeps_a_prompt_away_from_blocks_of_the_old_weights(
+    engine: RunningEngine, client: httpx.Client, other_model_dir: Path
+) -> None:
+    ids = prompt(3)
+    old_salt = f"test-{engine.version}"
+    generate(client, engine, ids, salt=old_salt, n=1)
+    engine.push(other_model_dir, clear_cache=False)
+    stale = generate(client, engine, ids, salt=old_salt)
+    fresh = generate(client, engine, ids, salt=f"test-{engine.version}")
+
+    assert stale.cached_tokens > 0
+    assert worst(stale.logprobs, hf_logprobs(other_model_dir, ids, stale.ids)) > 0.05
+    assert fresh.cached_tokens == 0
+    assert worst(fresh.logprobs, hf_logprobs(other_model_dir, ids, fresh.ids)) <= 1e-5
+
+
+def test_a_token_that_ends_the_turn_is_sampled_like_any_other(engine: RunningEngine, client: httpx.Client) -> None:
+    """The learner trains it, so it must come with its id and its logprob."""
+    ends = list(range(VOCAB_SIZE // 4))
+    sampling = {**SAMPLING, "max_tokens": 200, "stop_token_ids": ends}
+    body = {"token_ids": prompt(4), "sampling_params": sampling}
+    [choice] = client.post(f"{engine.url}/inference/v1/generate", json=body).json()["choices"]
+    assert choice["finish_reason"] == "stop"
+    assert choice["token_ids"][-1] in ends
+    assert [entry["token_id"] for entry in choice["logprobs"]["content"]] == choice["token_ids"]

@@ -1,0 +1,452 @@
+"""The service on a real nats-server, between an actor and a learner that follow a script."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sqlite3
+import time
+
+import anyio
+import msgspec
+import pytest
+from pipeline_scripts import configuration, two_turns
+
+from clawpipe.pipeline import runtime as runtimes
+from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.errors import ClawpipeError
+from clawpipe.pipeline.forest import Batch
+from clawpipe.pipeline.observe import EventLog
+from clawpipe.pipeline.records import (
+    AskCursor,
+    BatchReady,
+    CallRecord,
+    Chunk,
+    Committed,
+    Finished,
+    Hello,
+    Infra,
+    Lease,
+    Ok,
+    PushReport,
+    Stepped,
+    StreamCursor,
+)
+from clawpipe.pipeline.runtime import Runtime
+from clawpipe.pipeline.service import serve
+
+
+class Run:
+    """A run folder and the parts of a run on one nats-server."""
+
+    def __init__(self, server, folder, **tables):
+        self.server = server
+        self.config = configuration(**tables)
+        self.runtime = Runtime(run_id="test", run_dir=str(folder), nats_url=server.url, nats_token=server.token)
+        (folder / "tasks.json").write_text(json.dumps([f"filing/{n}" for n in range(5)]))
+
+    def broker(self):
+        return Broker.connect(self.server.url, self.server.token)
+
+    async def serve(self, *, resume=False):
+        runtime = msgspec.structs.replace(self.runtime, resume=resume)
+        await serve(self.config, runtime, EventLog("pipeline"))
+
+    def summary(self):
+        return json.loads(self.runtime.path("summary.json").read_bytes())
+
+    def status(self):
+        return json.loads(self.runtime.path("status.json").read_bytes())
+
+    def rows(self, query):
+        with sqlite3.connect(self.runtime.path("ledger.sqlite")) as db:
+            return db.execute(query).fetchall()
+
+
+@pytest.fixture
+def run(nats_server, tmp_path):
+    return functools.partial(Run, nats_server, tmp_path)
+
+
+class Learner:
+    """Trains by noting what it was given; what a checkpoint holds survives `crash`."""
+
+    def __init__(self, broker, *, version=0):
+        self.broker = broker
+        self.version = version
+        self.updates = 0
+        self.trained = []  # (updates, batch)
+        self.saved = 0, StreamCursor()
+
+    async def hello(self):
+        self.updates, cursor = self.saved
+        self.trained = [(u, batch) for u, batch in self.trained if u <= self.updates]
+        reply = await self.broker.ask(Hello(version=self.version, updates=self.updates, cursor=cursor), 20)
+        assert reply == Ok()
+
+    async def lease(self):
+        while True:
+            reply = await self.broker.ask(Lease(version=self.version), 20)
+            if isinstance(reply, BatchReady | Finished):
+                return reply
+
+    async def fetch(self, ready):
+        parts = [
+            (await self.broker.ask(Chunk(batch_id=ready.batch_id, index=n), 20)).body for n in range(ready.num_chunks)
+        ]
+        body = b"".join(parts)
+        assert hashlib.blake2b(body).hexdigest() == ready.digest
+        return msgspec.msgpack.decode(body, type=Batch)
+
+    async def step(self, batch):
+        self.version, self.updates = self.version + 1, self.updates + 1
+        self.trained.append((self.updates, batch))
+        message = Stepped(batch_id=batch.batch_id, version=self.version, updates=self.updates, metrics={"train_s": 0.5})
+        assert await self.broker.ask(message, 20) == Ok()
+        assert await self.broker.ask(message, 20) == Ok()  # a reply may be lost
+
+    async def checkpoint(self):
+        cursor = (await self.broker.ask(AskCursor(), 20)).cursor
+        self.saved = self.updates, cursor
+        message = Committed(version=self.version, updates=self.updates, cursor=cursor, path="x")
+        assert await self.broker.ask(message, 20) == Ok()
+
+    async def train(self, updates=None, every=1):
+        while updates is None or self.updates < updates:
+            ready = await self.lease()
+            if isinstance(ready, Finished):
+                await self.checkpoint()
+                return
+            await self.step(await self.fetch(ready))
+            if self.updates % every == 0:
+                await self.checkpoint()
+
+    def rollouts(self):
+        return [row.rollout_id for _, batch in self.trained for row in batch.rollouts]
+
+
+async def act(broker, play=two_turns, version=lambda: 0):
+    """Runs requests for ever; `play` gives the records of each."""
+    while True:
+        delivery = await broker.pull_request(0.5)
+        if delivery is None:
+            continue
+        for record in play(delivery.request, delivery.attempt, version=version()):
+            if isinstance(record, CallRecord):
+                await broker.publish_call(record)
+            else:
+                await broker.publish_manifest(record)
+        await delivery.ack()
+
+
+def test_a_run_trains_its_updates_and_accounts_for_every_token(run):
+    run = run()
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            for engine, version, pause in [("e0", 0, 0.1), ("e0", 1, 0.3)]:
+                await broker.report_push(
+                    PushReport(engine=engine, version=version, pause_s=pause, applied_s=time.time())
+                )
+            learner = Learner(asking)
+
+            async def training():
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                tasks.start_soon(training)
+                await run.serve()
+                tasks.cancel_scope.cancel()
+            return learner
+
+    learner = anyio.run(main)
+    summary = run.summary()
+    assert learner.updates == 3
+    assert len(learner.rollouts()) == len(set(learner.rollouts())) == 12
+    assert all(row.reward == int(row.rollout_id[-1]) % 2 for _, b in learner.trained for row in b.rollouts)
+    assert summary["updates"] == 3
+    assert summary["reward"] == {"first": 0.5, "last": 0.5, "per_update": [0.5, 0.5, 0.5]}
+    assert summary["rollouts"]["scored"] == summary["rollouts"]["settled"] == 12
+    assert summary["rollouts"]["lost"] == 0
+    assert summary["calls"] == 24
+    assert summary["calls_aborted"] == 0
+    tokens = summary["tokens"]
+    assert tokens["sampled"] == tokens["trained"] == 36
+    assert tokens["dropped"] == {}
+    assert summary["versions_pushed"] == 2
+    assert summary["push_pause_s"]["p50"] == pytest.approx(0.2)
+    assert summary["staleness"]["max"] <= 2
+    assert summary["harness"]["agentloop"]["roles"] == {"main": 24}
+    assert summary["harness"]["agentloop"]["reward_mean"] == 0.5
+    assert summary["time"]["learner_train_s"] == 1.5
+    assert run.rows("SELECT DISTINCT state FROM rollouts") == [("trained",)]
+    assert run.rows("SELECT count(*), sum(sampled), sum(kept) FROM calls") == [(24, 36, 36)]
+    assert run.status()["phase"] == "ended"
+
+
+def test_a_rollout_lost_to_infrastructure_is_run_again_and_counts_in_no_group(run):
+    run = run(run={"updates": 1})
+
+    def play(request, attempt, *, version):
+        *calls, manifest = two_turns(request, attempt, version=version)
+        if request.rollout_id == "r-000000-1":
+            return [*calls, msgspec.structs.replace(manifest, outcome=Infra(boundary="sandbox", message="gone"))]
+        return [*calls, manifest]
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+
+            async def training():
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, play, lambda: learner.version)
+                tasks.start_soon(training)
+                await run.serve()
+                tasks.cancel_scope.cancel()
+            return learner
+
+    learner = anyio.run(main)
+    assert sorted(learner.rollouts()) == ["r-000000-0", "r-000000-1-1", "r-000001-0", "r-000001-1"]
+    summary = run.summary()
+    assert summary["rollouts"]["infra"] == 1
+    assert summary["tokens"]["dropped"] == {"infra": 3}
+    assert summary["tokens"]["sampled"] == 15
+
+
+def test_what_a_crashed_learner_trained_beyond_its_checkpoint_is_trained_again_and_nothing_else(run):
+    run = run(run={"updates": 5}, schedule={"max_staleness": 8})
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+            lost = []
+
+            async def training():
+                await learner.hello()
+                await learner.train(updates=2, every=2)
+                await learner.train(updates=3, every=9)
+                await learner.lease()
+                lost.extend(row.rollout_id for row in learner.trained[2][1].rollouts)
+                learner.version += 1  # a restored learner serves its weights under the next free number
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                tasks.start_soon(training)
+                await run.serve()
+                tasks.cancel_scope.cancel()
+            return learner, lost
+
+    learner, lost = anyio.run(main)
+    assert learner.updates == 5
+    assert len(learner.rollouts()) == len(set(learner.rollouts())) == 20
+    assert set(lost) <= set(learner.rollouts())
+    assert run.summary()["rollouts"]["settled"] == 20
+    assert len(run.summary()["reward"]["per_update"]) == 5
+
+
+async def serve_until(run, stop, **options):
+    """The service, ended at once when `stop` returns: as by SIGKILL, nothing is written at the end."""
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(functools.partial(run.serve, **options))
+        await stop()
+        tasks.cancel_scope.cancel()
+
+
+@pytest.mark.parametrize("when", ["before the step", "after the step", "between chunks and step"])
+def test_a_service_that_is_killed_goes_on_with_a_learner_that_lives(run, when):
+    run = run(run={"updates": 4})
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+            held = []
+
+            async def first():
+                await learner.hello()
+                await learner.train(updates=2, every=9)
+                ready = await learner.lease()
+                held.append((ready, await learner.fetch(ready)))
+                if when == "after the step":
+                    await learner.step(held[0][1])
+
+            async def rest():
+                if when == "between chunks and step":
+                    assert (await learner.fetch(held[0][0])) == held[0][1]
+                if when != "after the step":
+                    await learner.step(held[0][1])
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                await serve_until(run, first)
+                tasks.start_soon(rest)
+                await run.serve()
+                tasks.cancel_scope.cancel()
+            return learner
+
+    learner = anyio.run(main)
+    assert learner.updates == 4
+    assert len(learner.rollouts()) == len(set(learner.rollouts())) == 16
+    summary = run.summary()
+    assert summary["rollouts"]["settled"] == 16
+    assert summary["rollouts"]["lost"] == 0
+    assert len(summary["reward"]["per_update"]) == 4
+    assert summary["tokens"]["sampled"] == 48 == summary["tokens"]["trained"]
+
+
+def test_a_run_that_is_killed_whole_resumes_from_the_checkpoint_and_trains_every_rollout_once(run):
+    run = run(run={"updates": 6}, schedule={"max_staleness": 8})
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+
+            async def first():
+                await learner.hello()
+                await learner.train(updates=3, every=2)  # one update beyond the checkpoint
+                await learner.lease()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                await serve_until(run, first)
+                tasks.cancel_scope.cancel()
+            learner.version += 1
+
+            async def rest():
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                tasks.start_soon(rest)
+                await run.serve(resume=True)
+                tasks.cancel_scope.cancel()
+            return learner
+
+    learner = anyio.run(main)
+    assert learner.updates == 6
+    assert len(learner.rollouts()) == len(set(learner.rollouts())) == 24
+    summary = run.summary()
+    assert summary["updates"] == 6
+    assert summary["rollouts"]["lost"] == 0
+    assert summary["rollouts"]["settled"] == 24
+    assert summary["tokens"]["trained"] == summary["tokens"]["sampled"] == 72
+
+
+def test_a_drain_takes_untaken_requests_back_waits_for_the_others_and_resumes(run):
+    run = run(run={"updates": 6})
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+
+            async def draining():
+                await learner.hello()
+                first = await broker.pull_request(5)
+                second = await broker.pull_request(5)
+                await broker.request_drain()
+                while run.status().get("phase") != "draining":  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
+                for delivery in (first, second):
+                    for record in two_turns(delivery.request, delivery.attempt):
+                        publish = broker.publish_call if isinstance(record, CallRecord) else broker.publish_manifest
+                        await publish(record)
+                    await delivery.ack()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(draining)
+                await run.serve()
+            drained = run.summary(), await broker.pending_requests()
+            await broker.clear_drain()
+
+            async def rest():
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                tasks.start_soon(rest)
+                await run.serve(resume=True)
+                tasks.cancel_scope.cancel()
+            return learner, *drained
+
+    learner, summary, pending = anyio.run(main)
+    assert pending == ()
+    assert summary["updates"] == 0
+    assert summary["rollouts"]["settled"] == 2
+    assert summary["rollouts"]["lost"] == 0
+    assert summary["tokens"]["queued"] == 6
+    assert learner.updates == 6
+    assert {"r-000000-0", "r-000000-1"} <= set(learner.rollouts())
+    assert len(learner.rollouts()) == len(set(learner.rollouts())) == 24
+    assert run.summary()["rollouts"]["settled"] == 24
+    assert run.summary()["rollouts"]["lost"] == 0
+
+
+def test_records_below_the_checkpoints_cursor_are_purged(run):
+    run = run(run={"updates": 2})
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+
+            async def training():
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                tasks.start_soon(training)
+                await run.serve()
+                tasks.cancel_scope.cancel()
+            last = await broker.last_records_sequence()
+            return learner, last, await broker.has_records(1)
+
+    learner, last, left = anyio.run(main)
+    assert learner.saved == (2, StreamCursor(sequence=last + 1))
+    assert not left
+
+
+def test_a_learner_that_has_seen_more_than_this_run_is_an_error_that_says_what_to_do(run):
+    run = run()
+
+    async def main():
+        async with run.broker() as broker, run.broker() as asking:
+            await broker.setup(1024**3)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(asking.ask, Hello(version=9, updates=9, cursor=StreamCursor()), 1)
+                await run.serve()
+
+    with pytest.raises(BaseExceptionGroup) as caught:
+        anyio.run(main)
+    known, _ = caught.value.split(ClawpipeError)
+    assert "resume the run folder that the checkpoint belongs to" in str(known.exceptions)
+
+
+def test_a_run_folder_without_tasks_is_an_error_before_anything_starts(run):
+    run = run()
+    run.runtime.path("tasks.json").write_text("[]")
+    with pytest.raises(ClawpipeError, match="the list of tasks is empty"):
+        anyio.run(run.serve)
+
+
+def test_the_runtime_of_the_tests_is_one_that_the_launcher_could_write(run, tmp_path):
+    run = run()
+    runtimes.save(run.runtime)
+    assert runtimes.load(tmp_path) == run.runtime

@@ -1,0 +1,114 @@
+"""What a model said, through vLLM's real parsers, to what a harness gets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from clawpipe.actors.proxy.messages import CallError, ToolCall, canonical_arguments
+from clawpipe.pipeline.errors import ConfigError
+
+HERMES = '<tool_call>\n{"name": "exec", "arguments": {"cmd": "ls -la"}}\n</tool_call>'
+XML = "<tool_call>\n<function=exec>\n<parameter=cmd>\nls -la\n</parameter>\n</function>\n</tool_call>"
+
+
+def named(calls: tuple[ToolCall, ...]) -> list[tuple[str, dict]]:
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize(("name", "call"), [("hermes", HERMES), ("qwen3_coder", XML)])
+def test_calls_and_the_text_before_them_are_told_apart(make_parser, tools, name, call):
+    turn = make_parser(name).parse(f"Look.\n{call}\n{call}", tools, "abc", truncated=False)
+    assert turn.text.strip() == "Look."
+    assert named(turn.calls) == [("exec", {"cmd": "ls -la"})] * 2
+    assert not turn.malformed
+    assert len({turn_call.id for turn_call in turn.calls}) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("hermes", '<tool_call>\n{"name": "exec", "arguments": {"cmd": "a}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "exec", "arguments": {"cmd": "a"}}'),
+        ("hermes", HERMES + '\n<tool_call>\n{"name": "exec", "argu'),
+        ("hermes", '<tool_call>\n{"name": "exec", "arguments": {}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "exec", "arguments": [1]}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "exec", "arguments": {"cmd": NaN}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "exec", "arguments": {"cmd": "\\ud800"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": "", "arguments": {"cmd": "a"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"name": 5, "arguments": {"cmd": "a"}}\n</tool_call>'),
+        ("hermes", '<tool_call>\n["exec"]\n</tool_call>'),
+        ("hermes", "<tool_call>" + "[" * 5000),
+        ("qwen3_coder", "<tool_call>\n<function=exec>\n<parameter=cmd>\nls"),
+        ("qwen3_coder", "<tool_call>\n<function=exec>\n"),
+        ("qwen3_coder", "<tool_call>\n<function=exec>\n</function>\n</tool_call>"),
+    ],
+)
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_call_that_is_none_stays_text_and_is_flagged(make_parser, tools, name, said, truncated):
+    turn = make_parser(name).parse(said, tools, "abc", truncated=truncated)
+    assert (turn.text, turn.calls, turn.malformed, turn.truncated) == (said, (), True, truncated)
+
+
+def test_a_tool_that_requires_nothing_may_be_called_with_nothing(parser, tools):
+    turn = parser.parse('<tool_call>\n{"name": "list", "arguments": {}}\n</tool_call>', tools, "abc", truncated=False)
+    assert named(turn.calls) == [("list", {})]
+
+
+def test_without_tools_a_call_is_plain_text(parser):
+    turn = parser.parse(HERMES, [], "abc", truncated=False)
+    assert (turn.text, turn.calls, turn.malformed) == (HERMES, (), False)
+
+
+def test_call_ids_are_the_same_for_the_same_call_and_hold_letters_and_digits(parser, tools):
+    first = parser.parse(HERMES, tools, "abc", truncated=False).calls[0].id
+    assert first == parser.parse(HERMES, tools, "abc", truncated=False).calls[0].id
+    assert first != parser.parse(HERMES, tools, "abd", truncated=False).calls[0].id
+    assert first.startswith("call_")
+    assert first.removeprefix("call_").isalnum()
+
+
+@pytest.mark.parametrize(
+    ("said", "thinking", "text"),
+    [
+        ("<think>\nhmm\n</think>\n\nhello", "\nhmm\n", "\n\nhello"),
+        ("hello", "", "hello"),
+        ("<think>unfinished", "unfinished", ""),
+    ],
+)
+def test_thinking_is_split_off_and_an_answer_without_marks_is_an_answer(make_parser, said, thinking, text):
+    turn = make_parser("hermes", "qwen3").parse(said, [], "abc", truncated=False)
+    assert (turn.thinking, turn.text) == (thinking, text)
+
+
+@pytest.mark.parametrize(("tool_parser", "reasoning_parser"), [("no_such", ""), ("hermes", "no_such"), ("mistral", "")])
+def test_a_parser_that_cannot_be_used_is_an_error_that_names_the_key(make_parser, tool_parser, reasoning_parser):
+    with pytest.raises(ConfigError, match=r"\[model\] (tool|reasoning)_parser"):
+        make_parser(tool_parser, reasoning_parser)
+
+
+def test_tools_that_vllm_refuses_are_the_callers_error(parser):
+    with pytest.raises(CallError, match="tools cannot be used"):
+        parser.accept([{"type": "function", "function": {"name": "a", "parameters": "none"}}])
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ('{"a": 1.0, "b": [1e2]}', '{"b":[100],"a":1}'),
+        ('{"a": "x\\/y"}', '{"a": "x/y"}'),
+        ('{"a": 12345678901234567890}', '{"a": 12345678901234567000}'),
+        ('{"a": -0.0}', '{"a": 0}'),
+        ('{"a": "\\u00e9"}', '{"a": "é"}'),
+    ],
+)
+def test_arguments_are_compared_by_what_they_say(left, right):
+    assert canonical_arguments(left) == canonical_arguments(right)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"), [('{"a": 1}', '{"a": "1"}'), ('{"a": 1}', '{"a": true}'), ("{", "[")], ids=str
+)
+def test_arguments_that_differ_stay_different(left, right):
+    assert canonical_arguments(left) != canonical_arguments(right)
