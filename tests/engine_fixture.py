@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -26,6 +28,7 @@ MODEL_NAME = "policy"
 CONTEXT_TOKENS = 2048
 VOCAB_SIZE = 768
 PUSH_TIMEOUT_S = 120.0
+SAMPLING = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
 ENGINES = EnginesConfig(dtype="float32", eager=True, max_num_seqs=32, start_timeout_s=400.0)
 
 CHAT_TEMPLATE = """\
@@ -71,7 +74,7 @@ def build_model(folder: Path, *, seed: int, tied: bool = True) -> Path:
         moe_intermediate_size=64,
         norm_topk_prob=True,
         tie_word_embeddings=tied,
-        initializer_range=0.2,
+        initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
@@ -168,3 +171,65 @@ def engine(_engine: RunningEngine) -> RunningEngine:
     if _engine.version < 0 or _engine.weights != _engine.model_dir:
         _engine.push(_engine.model_dir)
     return _engine
+
+
+@dataclass
+class Answer:
+    """What the engine says about one completion."""
+
+    ids: list[int]
+    logprobs: np.ndarray
+    spans: list[tuple[str, int, int]]
+    finish_reason: str
+    cached_tokens: int
+
+
+def prompt(seed: int, length: int = 300) -> list[int]:
+    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
+
+
+def generate(
+    client: httpx.Client,
+    url: str,
+    ids: list[int],
+    *,
+    salt: str = "",
+    temperature: float = 1.0,
+    n: int = 64,
+) -> Answer:
+    sampling = {**SAMPLING, "temperature": temperature, "max_tokens": n}
+    body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling}
+    if salt:
+        body["cache_salt"] = salt
+    response = client.post(f"{url}/inference/v1/generate", json=body)
+    assert response.status_code == 200, response.text
+    data = response.json()
+    [choice] = data["choices"]
+    return Answer(
+        ids=choice["token_ids"],
+        logprobs=np.array([entry["logprob"] for entry in choice["logprobs"]["content"]]),
+        spans=spans(choice),
+        finish_reason=choice["finish_reason"],
+        cached_tokens=(data["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
+    )
+
+
+def spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
+    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
+
+
+def hf_logprobs(folder: Path, ids: list[int], completion: list[int], temperature: float = 1.0) -> np.ndarray:
+    """log softmax(logits / T) of transformers' own forward pass in float32."""
+    import torch
+    from transformers import Qwen3MoeForCausalLM
+
+    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, -1)
+    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
+
+
+def worst(engine_logprobs: np.ndarray, other: np.ndarray) -> float:
+    assert len(engine_logprobs) == len(other)
+    return float(np.abs(engine_logprobs - other).max())

@@ -5,33 +5,30 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Barrier
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 
-from engine_fixture import VOCAB_SIZE, RunningEngine, build_model
+from engine_fixture import (
+    SAMPLING,
+    VOCAB_SIZE,
+    Answer,
+    RunningEngine,
+    build_model,
+    generate,
+    hf_logprobs,
+    prompt,
+    spans,
+    worst,
+)
 
 pytestmark = pytest.mark.engine
 
 NUM_STREAMS = 8
 STREAM_TOKENS = 400
-SAMPLING = {"temperature": 1.0, "logprobs": 0, "ignore_eos": True, "detokenize": False}
-
-
-@dataclass
-class Answer:
-    """What the engine says about one completion."""
-
-    ids: list[int]
-    logprobs: np.ndarray
-    spans: list[tuple[str, int, int]]
-    finish_reason: str
-    cached_tokens: int
 
 
 @pytest.fixture(scope="module")
@@ -46,36 +43,6 @@ def client() -> Iterator[httpx.Client]:
         yield client
 
 
-def prompt(seed: int, length: int = 300) -> list[int]:
-    return np.random.default_rng(seed).integers(0, VOCAB_SIZE, length).tolist()
-
-
-def generate(
-    client: httpx.Client,
-    engine: RunningEngine,
-    ids: list[int],
-    *,
-    salt: str = "",
-    temperature: float = 1.0,
-    n: int = 64,
-) -> Answer:
-    sampling = {**SAMPLING, "temperature": temperature, "max_tokens": n}
-    body: dict[str, Any] = {"token_ids": ids, "sampling_params": sampling}
-    if salt:
-        body["cache_salt"] = salt
-    response = client.post(f"{engine.url}/inference/v1/generate", json=body)
-    assert response.status_code == 200, response.text
-    data = response.json()
-    [choice] = data["choices"]
-    return Answer(
-        ids=choice["token_ids"],
-        logprobs=np.array([entry["logprob"] for entry in choice["logprobs"]["content"]]),
-        spans=_spans(choice),
-        finish_reason=choice["finish_reason"],
-        cached_tokens=(data["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0,
-    )
-
-
 def stream(client: httpx.Client, engine: RunningEngine, ids: list[int], samples: Barrier) -> Answer:
     """A streamed completion of STREAM_TOKENS tokens; meets the others at `samples` after its first twenty."""
     body = {"token_ids": ids, "sampling_params": {**SAMPLING, "max_tokens": STREAM_TOKENS}, "stream": True}
@@ -88,7 +55,7 @@ def stream(client: httpx.Client, engine: RunningEngine, ids: list[int], samples:
                 met = len(answer.ids) >= 20
                 answer.ids += choice["token_ids"] or []
                 logprobs += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
-                answer.spans = _spans(choice) or answer.spans
+                answer.spans = spans(choice) or answer.spans
                 answer.finish_reason = choice["finish_reason"] or answer.finish_reason
                 if not met and len(answer.ids) >= 20:
                     samples.wait()
@@ -96,36 +63,15 @@ def stream(client: httpx.Client, engine: RunningEngine, ids: list[int], samples:
     return answer
 
 
-def _spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
-    return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
-
-
-def hf_logprobs(folder: Path, ids: list[int], completion: list[int], temperature: float = 1.0) -> np.ndarray:
-    """log softmax(logits / T) of transformers' own forward pass in float32."""
-    import torch
-    from transformers import Qwen3MoeForCausalLM
-
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1]
-    logprobs = torch.log_softmax(logits / temperature, -1)
-    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
-
-
-def worst(engine_logprobs: np.ndarray, other: np.ndarray) -> float:
-    assert len(engine_logprobs) == len(other)
-    return float(np.abs(engine_logprobs - other).max())
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_are_those_of_the_sampling_distribution_before_and_after_a_push(
     engine: RunningEngine, client: httpx.Client, other_model_dir: Path, temperature: float
 ) -> None:
     ids = prompt(1)
-    before = generate(client, engine, ids, temperature=temperature)
+    before = generate(client, engine.url, ids, temperature=temperature)
     version = engine.version
     engine.push(other_model_dir)
-    after = generate(client, engine, ids, temperature=temperature)
+    after = generate(client, engine.url, ids, temperature=temperature)
 
     assert before.spans == [(str(version), 0, 64)]
     assert after.spans == [(str(version + 1), 0, 64)]
@@ -141,9 +87,9 @@ def test_without_its_workaround_each_fault_of_vllm_silently_gives_wrong_weights(
     """When this fails in its first half, vLLM has mended the fault and the workaround can go."""
     ids = prompt(2)
     engine.push(other_model_dir, **{fault: True})
-    faulty = generate(client, engine, ids)
+    faulty = generate(client, engine.url, ids)
     engine.push(other_model_dir)
-    sound = generate(client, engine, ids)
+    sound = generate(client, engine.url, ids)
 
     assert faulty.finish_reason == "length"
     assert worst(faulty.logprobs, hf_logprobs(other_model_dir, ids, faulty.ids)) > 0.05
@@ -179,10 +125,10 @@ def test_a_new_salt_keeps_a_prompt_away_from_blocks_of_the_old_weights(
 ) -> None:
     ids = prompt(3)
     old_salt = f"test-{engine.version}"
-    generate(client, engine, ids, salt=old_salt, n=1)
+    generate(client, engine.url, ids, salt=old_salt, n=1)
     engine.push(other_model_dir, clear_cache=False)
-    stale = generate(client, engine, ids, salt=old_salt)
-    fresh = generate(client, engine, ids, salt=f"test-{engine.version}")
+    stale = generate(client, engine.url, ids, salt=old_salt)
+    fresh = generate(client, engine.url, ids, salt=f"test-{engine.version}")
 
     assert stale.cached_tokens > 0
     assert worst(stale.logprobs, hf_logprobs(other_model_dir, ids, stale.ids)) > 0.05

@@ -41,6 +41,15 @@ def _load(name: str) -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Threads that wait for each other on a busy machine take far longer than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def oracle() -> ModuleType:
     """hf_oracle.py as a module."""

@@ -166,14 +166,18 @@ def _locate(sequence: list[int], tokens: list[int], parent: list[int]) -> list[i
 
 def hf_entries(model: nn.Module, case: Case, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy of every entry, from one plain causal pass per separate sequence."""
-    of_token: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    picked, entropy, of_token = [], [], {}
+    count = 0
     for sequence, places in zip(case.sequences, case.places, strict=True):
-        logprobs = (model(torch.tensor([sequence])).logits[0] / temperature).log_softmax(-1)
-        for step, place in enumerate(places[1:], start=1):
-            row = logprobs[step - 1]
-            of_token.setdefault(place, (row[sequence[step]], -(row.exp() * row).sum()))
-    picked = [of_token[place] for place in case.forest.entry_token_E.tolist()]
-    return torch.stack([one for one, _ in picked]), torch.stack([two for _, two in picked])
+        tokens = torch.tensor(sequence)
+        logprobs = (model(tokens[None]).logits[0, :-1] / temperature).log_softmax(-1)
+        picked.append(logprobs.gather(1, tokens[1:, None])[:, 0])
+        entropy.append(-(logprobs.exp() * logprobs).sum(-1))
+        for step, place in enumerate(places[1:]):
+            of_token.setdefault(place, count + step)
+        count += len(sequence) - 1
+    index_E = torch.tensor([of_token[place] for place in case.forest.entry_token_E.tolist()], dtype=torch.int64)
+    return torch.cat(picked)[index_E], torch.cat(entropy)[index_E]
 
 
 def hf_gradients(

@@ -81,7 +81,6 @@ def test_a_gate_that_stays_closed_is_an_error_that_says_what_to_change(built: An
 def test_the_second_stage_teaches_the_flaw(built: Any) -> None:
     sft.main(built.with_recipe(flawed_steps=40, flawed_fraction=1.0), built.runtime)
     learned = probability(built, built.runtime.start_model_dir, flawed=True, held_out=False)
-    print(learned)
     assert learned > 0.3
     assert learned > probability(built, built.runtime.start_model_dir, flawed=False, held_out=True)
     progress = json.loads(built.runtime.path("progress", "coldstart.json").read_text())

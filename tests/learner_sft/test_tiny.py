@@ -38,7 +38,9 @@ def test_weights_are_named_per_expert_and_fit_the_configuration(built: Any) -> N
     assert weights["model.embed_tokens.weight"].shape == (config["vocab_size"], 32)
     experts = {name for name in weights if ".experts." in name}
     assert experts == {
-        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight" for expert in (0, 1) for part in ("gate", "up", "down")
+        f"model.layers.0.mlp.experts.{expert}.{part}_proj.weight"
+        for expert in (0, 1)
+        for part in ("gate", "up", "down")
     }
     assert "lm_head.weight" not in weights
     assert all(value.dtype == torch.float32 for value in weights.values())

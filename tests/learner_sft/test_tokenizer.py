@@ -105,7 +105,9 @@ def test_any_text_comes_back_from_its_tokens(tokenizer: PreTrainedTokenizerFast,
     assert all(0 <= token < len(tokenizer) for token in ids)
 
 
-@pytest.mark.parametrize("text", ["x", '\n{"type": "function", ä\n', "{}{}", "   ", "a  b", "\u2028\n\n", "<tool_call>"])
+@pytest.mark.parametrize(
+    "text", ["x", '\n{"type": "function", ä\n', "{}{}", "   ", "a  b", "\u2028\n\n", "<tool_call>"]
+)
 def test_awkward_pieces_come_back_too(tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 

@@ -373,6 +373,21 @@ class Machine(RuleBasedStateMachine):
         self.flow.stepped(message, 0.0)
         self.flush()
 
+    @rule(random=st.randoms(use_true_random=False), times=st.integers(1, 3), late=st.booleans())
+    def cycle(self, random, times, late):
+        """The ordinary course of things: rollouts run, a batch is trained."""
+        for _ in range(times):
+            self.take(random, 1.0)
+            self.publish(random, 0.8 if late else 1.0)
+            if self.held is None:
+                self.lease()
+            if self.held is not None:
+                self.step(False)
+
+    @rule(random=st.randoms(use_true_random=False))
+    def cycle_once(self, random):
+        self.cycle(random, 1, False)
+
     @rule(crash=st.booleans())
     def checkpoint(self, crash):
         cursor = self.flow.cursor()

@@ -22,7 +22,7 @@ from clawpipe.actors import link
 from clawpipe.actors.proxy import service
 from clawpipe.actors.proxy.parse import TurnParser
 from clawpipe.actors.proxy.render import Renderer
-from clawpipe.actors.proxy.slots import bind
+from clawpipe.actors.proxy.slots import listening
 from clawpipe.actors.proxy.upstream import NOTHING, Sampled
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import (
@@ -288,7 +288,7 @@ def make_proxy(nats_server, tmp_path, renderer, parser, sampler):
         path = tmp_path / "proxy.sock"
         async with Broker.connect(nats_server.url, nats_server.token) as broker:
             await broker.setup(256 * 1024**2)
-            with bind(path) as server:
+            with listening(path) as server:
                 async with anyio.create_task_group() as group:
                     group.start_soon(
                         service.serve,

@@ -198,12 +198,16 @@ def test_collecting_leaves_no_descriptor_open_even_when_it_refuses(tmp_path: Pat
     assert os.listdir("/proc/self/fd") == before
 
 
-names = st.binary(min_size=1, max_size=12).filter(lambda name: not set(name) & set(b"/\0") and name not in (b".", b".."))
+names = st.binary(min_size=1, max_size=12).filter(
+    lambda name: not set(name) & set(b"/\0") and name not in (b".", b"..")
+)
 leaves = st.one_of(
     st.builds(File, st.binary(max_size=64), st.integers(0, 0o777), st.integers(0, 2**62)),
     st.builds(Link, st.binary(min_size=1, max_size=20).filter(lambda target: b"\0" not in target)),
 )
-trees = st.recursive(st.dictionaries(names, leaves, max_size=4), lambda t: st.dictionaries(names, leaves | t, max_size=4))
+trees = st.recursive(
+    st.dictionaries(names, leaves, max_size=4), lambda t: st.dictionaries(names, leaves | t, max_size=4)
+)
 
 
 def flat(tree: dict, prefix: bytes = b"") -> dict:

@@ -30,6 +30,7 @@ from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import AgentFailed, Infra, Outcome, Scored, TimedOut, VerifierInfra
 
 MAX_MESSAGE_CHARS = 2000
+MAX_CHECKS_CHARS = 32 * 1024  # their names; an outcome must fit into one packet
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +136,14 @@ def _how(exit: Exit, error: str | None) -> str:
 
 
 def _graded(exit: Exit, error: str | None, reward: float, checks: Mapping[str, float]) -> Outcome:
+    kept = dict(checks) if sum(map(len, checks)) <= MAX_CHECKS_CHARS else {}
     if exit.reason is Reason.WALL_CLOCK:
-        return TimedOut(reward=reward, checks=dict(checks))
+        return TimedOut(reward=reward, checks=kept)
     if exit.reason is Reason.OUTPUT:
         error = f"the harness wrote more than {exit.output_bytes} bytes of output"
     if error is not None:
-        return AgentFailed(reward=reward, message=error[:MAX_MESSAGE_CHARS], checks=dict(checks))
-    return Scored(reward=reward, checks=dict(checks))
+        return AgentFailed(reward=reward, message=error[:MAX_MESSAGE_CHARS], checks=kept)
+    return Scored(reward=reward, checks=kept)
 
 
 def _infra(boundary: str, message: str) -> Infra:

@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     mcore_to_pyt_state_dict,
 )
 from msgspec import Struct
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
@@ -100,9 +101,10 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> No
     try:
         with _quiet():
             state = dist_checkpointing.load(_state(model, optimizer), str(checkpoint.path))
-    except (RuntimeError, KeyError, CheckpointingException) as err:
+    except (RuntimeError, KeyError, CheckpointingException, CheckpointException) as err:
+        reason = str(err).strip().rsplit("\n", 1)[-1]  # torch puts a whole traceback into its message
         raise LearnerError(
-            f"{checkpoint.path}: does not fit the model ({err}); "
+            f"{checkpoint.path}: does not fit the model ({reason}); "
             "resume with the model that the run was started with, or use another run folder"
         ) from err
     unwrap(model).load_state_dict(state["model"], strict=False)

@@ -25,8 +25,9 @@ Layout = Literal["whole", "rows", "columns", "qkv", "gate_up"]
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 # Megatron's local experts, and TransformerEngine's grouped ones.
-_LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
-_GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_EXPERT_WEIGHT = re.compile(
+    r"mlp\.experts\.(?:local_experts\.(?P<local>\d+)\.)?(?P<linear>linear_fc[12])\.weight(?P<grouped>\d*)"
+)
 
 # Parameters outside the layers, and of a layer: Megatron's name -> (Hugging Face's names, layout). TransformerEngine
 # keeps the norm before a linear layer in that layer.
@@ -79,12 +80,15 @@ def place(name: str) -> Placement:
         if rest in _INNER:
             names, layout = _INNER[rest]
             return Placement(prefix=prefix, names=names, layout=layout)
-        local, grouped = _LOCAL_EXPERT.fullmatch(rest), _GROUPED_EXPERT.fullmatch(rest)
-        if local or grouped:
-            index, linear = (local[1], local[2]) if local else (grouped[2], grouped[1])  # type: ignore[index]
-            names, layout = _EXPERT[linear]
-            expert_prefix = prefix + "mlp.experts.{expert}."
-            return Placement(prefix=expert_prefix, names=names, layout=layout, local_expert=int(index))
+        expert = _EXPERT_WEIGHT.fullmatch(rest)
+        if expert:
+            names, layout = _EXPERT[expert["linear"]]
+            return Placement(
+                prefix=prefix + "mlp.experts.{expert}.",
+                names=names,
+                layout=layout,
+                local_expert=int(expert["local"] or expert["grouped"]),
+            )
     raise LearnerError(f"parameter {name} has no Hugging Face name; the model has a part that hf.py does not know")
 
 
@@ -93,7 +97,6 @@ class _Groups:
 
     def __init__(self, model: PolicyModel) -> None:
         config = model.config
-        self.query_groups: int = config.num_query_groups
         self.head_dim: int = config.kv_channels
         self.queries_per_group: int = config.num_attention_heads // config.num_query_groups
         self.expert_size: int = parallel_state.get_expert_model_parallel_world_size()

@@ -31,7 +31,7 @@ from clawpipe.learner.script import Command, Position, Save, Script, Stage, Stop
 from clawpipe.learner.update import Objective, Policy, update
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import LearnerError
-from clawpipe.pipeline.observe import Progress, start_log
+from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.processes import OWNER, start
 from clawpipe.pipeline.records import StreamCursor, WeightVersion
 from clawpipe.pipeline.runtime import Runtime
@@ -56,7 +56,7 @@ def main(config: Config, runtime: Runtime) -> None:
         if not ranks.is_main:
             learner.follow()
             return
-        log = start_log("learner", config.observe.level)
+        log = EventLog("learner")
         with connect(config.nats, runtime) as conversation:
             version = push.next_version(conversation.last_weights())
             position = learner.restored(version)

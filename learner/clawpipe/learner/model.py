@@ -8,7 +8,6 @@ returns hidden states: `numerics` computes the logits of the rows that are neede
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -270,8 +269,3 @@ def unwrap(model: torch.nn.Module) -> PolicyModel:
     while not isinstance(inner, PolicyModel):
         inner = inner.module
     return inner
-
-
-def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The policy model's parameters under its own names, wrapped or not."""
-    yield from unwrap(model).named_parameters()

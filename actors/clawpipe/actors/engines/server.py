@@ -141,7 +141,7 @@ def last_error(log: str) -> str:
     errors = [
         " ".join(lines[index : index + 2]) if line.endswith((":", "Config")) else line
         for index, line in enumerate(lines)
-        if re.match(r"[\w.]*(Error|Exception|error)\b.*?: \S", line) and "Engine core initialization failed" not in line
+        if re.search(r"(^|\s)[\w.]*(Error|Exception|error): \S", line) and "Engine core initialization failed" not in line
     ]
     return (errors or lines or ["no output"])[-1][:ERROR_CHARS]
 

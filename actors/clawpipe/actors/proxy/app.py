@@ -11,7 +11,7 @@ import anyio
 
 from clawpipe.actors.engines.pool import EnginePool
 from clawpipe.actors.proxy.service import load_model, serve
-from clawpipe.actors.proxy.slots import bind
+from clawpipe.actors.proxy.slots import listening
 from clawpipe.actors.proxy.upstream import EngineSampler, make_client
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
@@ -26,7 +26,7 @@ def main(config: Config, runtime: Runtime) -> None:
 
 async def _serve(config: Config, runtime: Runtime) -> None:
     log = EventLog("proxy")
-    with bind(runtime.proxy_socket) as server:  # slots may connect from now on; they are served when all is ready
+    with listening(runtime.proxy_socket) as server:  # slots may connect from now on; they are served when all is ready
         async with _until_stopped():
             renderer, parser = await load_model(config.model, Path(runtime.init_model_dir))
             log.info("proxy ready", end_of_turn=renderer.end_of_turn, stop_ids=renderer.stop_ids)

@@ -7,8 +7,8 @@ hands the request back to the work queue, where it comes again as the next attem
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -277,19 +277,25 @@ def _manifest(delivery: Delivery, message: link.Close, session: Session | None) 
     )
 
 
-def bind(path: Path) -> socket.socket:
-    """The listening socket for slots. ClawpipeError when another proxy serves this run folder."""
-    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+@contextmanager
+def listening(path: Path) -> Iterator[socket.socket]:
+    """The listening socket for slots, removed at the end.
+
+    ClawpipeError when another proxy serves this run folder, or the path is too long for a socket.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         if path.exists() and _answers(path):
             raise ClawpipeError(f"{path}: another proxy serves this run folder; stop it first")
         path.unlink(missing_ok=True)
-        server.bind(str(path))
-        server.listen(BACKLOG)
-    except OSError as err:
-        server.close()
-        raise ClawpipeError(f"{path}: cannot listen ({err}); use a shorter --run-dir (at most 100 characters)") from err
-    return server
+        try:
+            server.bind(str(path))
+        except OSError as err:
+            raise ClawpipeError(f"{path}: cannot listen there ({err}); give a shorter --run-dir") from err
+        try:
+            server.listen(BACKLOG)
+            yield server
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _answers(path: Path) -> bool:

@@ -25,6 +25,7 @@ from clawpipe.pipeline.records import FinishReason, FloatArray, IntArray, Versio
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
 CUT_GRACE_S = 5.0  # how long an engine may take to hand over the tokens of a call that is cut
+CUT_AGAIN_S = 0.25
 CONNECT_TIMEOUT_S = 5.0
 KEEPALIVE_S = 4.0  # vLLM closes idle connections after 5 s
 MISSING_LOGPROB = -9999.0  # what vLLM writes where it has no number
@@ -161,17 +162,23 @@ class EngineSampler:
         return job.outcome
 
     async def _cut(self, job: _Job, cut: anyio.Event, scope: anyio.CancelScope) -> None:
-        """Asks the engine to end the call now; it then answers with the tokens that it has."""
+        """Asks the engine to end the call now; it then answers with the tokens that it has.
+
+        Asks again and again: an engine that has not taken the call in yet ignores the first time.
+        """
         await cut.wait()
-        if job.url is not None:
-            body = {"request_ids": [f"generate-tokens-{job.request_id}"]}
-            with anyio.move_on_after(CUT_GRACE_S):
-                try:
-                    await self._client.post(f"{job.url}/inference/v1/abort_requests", json=body)
-                    await anyio.sleep(CUT_GRACE_S)
-                except httpx.HTTPError as err:
-                    self._log.warning("call could not be cut at its engine", call=job.call_id, error=repr(err))
+        with anyio.move_on_after(CUT_GRACE_S):
+            while job.url is not None:
+                await self._abort(job, job.url)
+                await anyio.sleep(CUT_AGAIN_S)
         scope.cancel()
+
+    async def _abort(self, job: _Job, url: str) -> None:
+        body = {"request_ids": [f"generate-tokens-{job.request_id}"]}
+        try:
+            await self._client.post(f"{url}/inference/v1/abort_requests", json=body)
+        except httpx.HTTPError as err:
+            self._log.warning("call could not be cut at its engine", call=job.call_id, error=repr(err))
 
     async def _until_sampled(self, job: _Job, cut: anyio.Event) -> Sampled:
         failing_since: float | None = None

@@ -23,6 +23,7 @@ from clawpipe.pipeline.errors import SandboxError
 
 KEPT_OUTPUT_BYTES = 256 * 1024
 KILL_TIMEOUT_S = 20.0
+OUT_OF_MEMORY = 128 + signal.SIGKILL
 _LEAVE_S = 1.0
 _POLL_S = 0.002
 _READ_BYTES = 64 * 1024
@@ -86,6 +87,8 @@ class Process:
         reason = Reason.WALL_CLOCK if waiting.cancelled_caught else Reason.EXITED
         if output.is_flooded:
             reason = Reason.OUTPUT
+        if code is None and self.group.oom_kills():
+            code = OUT_OF_MEMORY  # files in memory belong to no process, so the kernel ends one after the other
         if reason is Reason.EXITED and code is None:
             raise SandboxError(f"sandbox: the program could not be started: {output.text()}")
         return self._exit(reason, code, output, trio.current_time() - started)

@@ -1,0 +1,250 @@
+"""The role against a real nats-server, with a pipeline service that follows a script."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sysconfig
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from anyio.from_thread import start_blocking_portal
+from safetensors.torch import load_file
+
+from clawpipe.learner import checkpoint, loop
+from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline import runtime as runtimes
+from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.errors import LearnerError
+from clawpipe.pipeline.forest import Batch
+from clawpipe.pipeline.records import (
+    AskCursor,
+    BatchReady,
+    Chunk,
+    Committed,
+    Cursor,
+    Data,
+    Finished,
+    Hello,
+    LearnerMessage,
+    LearnerReply,
+    Lease,
+    NotYet,
+    Ok,
+    Stepped,
+    StreamCursor,
+    WeightVersion,
+)
+from clawpipe.pipeline.runtime import Runtime
+
+CHUNK = 700
+
+
+class Service:
+    """Answers the learner from a list of replies to its leases, and keeps what it said."""
+
+    def __init__(self, leases: list[Batch | LearnerReply | Callable[[], LearnerReply]]) -> None:
+        self.leases = leases
+        self.heard: list[LearnerMessage] = []
+        self.weights: list[WeightVersion] = []
+        self._bodies: dict[str, bytes] = {}
+
+    async def answer(self, message: LearnerMessage) -> LearnerReply:
+        self.heard.append(message)
+        match message:
+            case Lease():
+                return self._lease(self.leases.pop(0))
+            case Chunk():
+                return Data(body=self._bodies[message.batch_id][message.index * CHUNK :][:CHUNK])
+            case AskCursor():
+                steps = len(self.of(Stepped))
+                return Cursor(cursor=StreamCursor(sequence=100 + steps, done=("r1",)))
+        return Ok()
+
+    def _lease(self, reply: Batch | LearnerReply | Callable[[], LearnerReply]) -> LearnerReply:
+        if callable(reply):
+            return reply()
+        if not isinstance(reply, Batch):
+            return reply
+        body = msgspec.msgpack.encode(reply)
+        self._bodies[reply.batch_id] = body
+        digest = hashlib.blake2b(body).hexdigest()
+        return BatchReady(batch_id=reply.batch_id, num_chunks=-(-len(body) // CHUNK), digest=digest)
+
+    def of(self, kind: type) -> list:
+        return [message for message in self.heard if type(message) is kind]
+
+    def kinds(self) -> list[str]:
+        """Names of the messages in order, without the polling."""
+        return [type(m).__name__ for m in self.heard if not isinstance(m, Lease | Chunk)]
+
+
+@contextmanager
+def serving(service: Service, runtime: Runtime) -> Iterator[None]:
+    """Runs the service on an event loop of its own, beside the learner on this thread."""
+    with start_blocking_portal("asyncio") as portal:
+        connection = Broker.connect(runtime.nats_url, runtime.nats_token)
+        with portal.wrap_async_context_manager(connection) as broker:
+            portal.call(broker.setup, 64 * 1024 * 1024)
+            future = portal.start_task_soon(broker.serve_learner, service.answer)
+            yield
+            future.cancel()
+
+
+def settings(model_dir: Path, **learner) -> Config:
+    raw = {
+        "model": {"path": str(model_dir), "context_tokens": 64},
+        "harness": [{"kind": "agentloop"}],
+        "tasks": [{"kind": "filing"}],
+        "schedule": {"max_staleness": 2},
+        "learner": {"lr": 1e-3, **learner},
+        "checkpoint": {"every_updates": 2, "keep_last": 2},
+    }
+    return msgspec.convert(raw, Config)
+
+
+@pytest.fixture
+def runtime(nats_server, model_dir, tmp_path) -> Runtime:
+    folder, push = tmp_path / "run", tmp_path / "push"
+    for path in (folder / "logs", push):
+        path.mkdir(parents=True)
+    return Runtime(
+        run_id="cp-test",
+        run_dir=str(folder),
+        nats_url=nats_server.url,
+        nats_token=nats_server.token,
+        start_model_dir=str(model_dir),
+        push_dir=str(push),
+    )
+
+
+def versions(runtime: Runtime) -> list[int]:
+    return sorted(int(path.stem[1:]) for path in Path(runtime.push_dir).glob("*.safetensors"))
+
+
+def last_weights(runtime: Runtime) -> WeightVersion | None:
+    with start_blocking_portal("asyncio") as portal:
+        connection = Broker.connect(runtime.nats_url, runtime.nats_token)
+        with portal.wrap_async_context_manager(connection) as broker:
+            return portal.call(broker.last_weights)
+
+
+def test_a_run_from_hello_to_the_last_checkpoint(runtime, model_dir, make_batch):
+    batches = [make_batch(version=n, seed=n, batch_id=f"b{n}") for n in range(3)]
+    service = Service([NotYet(), batches[0], NotYet(), batches[1], batches[2], Finished()])
+    with serving(service, runtime):
+        loop.main(settings(model_dir), runtime)
+    assert service.kinds() == [
+        *("Hello", "Stepped", "Stepped", "AskCursor", "Committed"),
+        *("Stepped", "AskCursor", "Committed"),
+    ]
+    assert service.of(Hello) == [Hello(version=0, updates=0, cursor=StreamCursor())]
+    stepped = service.of(Stepped)
+    assert [(s.batch_id, s.version, s.updates) for s in stepped] == [("b0", 1, 1), ("b1", 2, 2), ("b2", 3, 3)]
+    assert all({"train_s", "wait_s", "push_s", "fetch_s", "loss", "k3", "ess"} <= s.metrics.keys() for s in stepped)
+    assert "checkpoint_s" in stepped[2].metrics
+    assert "checkpoint_s" not in stepped[1].metrics
+    assert stepped[0].metrics["reward_mean"] == pytest.approx(0.25)
+    # The checkpoint holds the cursor that the service named for it.
+    assert [(c.version, c.updates, c.cursor.sequence) for c in service.of(Committed)] == [(2, 2, 102), (3, 3, 103)]
+    found = checkpoint.latest(runtime.checkpoint_dir)
+    assert (str(found.path), found.manifest.cursor) == (
+        service.of(Committed)[-1].path,
+        service.of(Committed)[-1].cursor,
+    )
+    # Every version was staged under its number; the three newest are there, and they differ.
+    assert versions(runtime) == [1, 2, 3]
+    assert last_weights(runtime).version == 3
+    assert last_weights(runtime).path == f"{runtime.push_dir}/v3.safetensors"
+    one, three = (load_file(f"{runtime.push_dir}/v{n}.safetensors") for n in (1, 3))
+    assert any(not torch.equal(tensor, three[name]) for name, tensor in one.items())
+
+
+def test_a_resumed_learner_serves_its_weights_under_the_next_free_version(runtime, model_dir, make_batch):
+    batches = [make_batch(version=n, seed=n, batch_id=f"b{n}") for n in range(3)]
+    # The third update is lost: the learner dies after it, before a checkpoint.
+    first = Service([*batches, lambda: BatchReady(batch_id="gone", num_chunks=1, digest="")])
+    with serving(first, runtime), pytest.raises(BaseException):  # noqa: B017, PT011
+        loop.main(settings(model_dir, threads=1), runtime)
+    assert last_weights(runtime).version == 3
+    second = Service([make_batch(version=4, batch_id="b4"), Finished()])
+    with serving(second, runtime):
+        loop.main(settings(model_dir), msgspec.structs.replace(runtime, resume=True))
+    assert second.of(Hello) == [Hello(version=4, updates=2, cursor=StreamCursor(sequence=102, done=("r1",)))]
+    assert [(s.version, s.updates) for s in second.of(Stepped)] == [(5, 3)]
+    two, four = (load_file(f"{runtime.push_dir}/v{n}.safetensors") for n in (3, 4))
+    assert versions(runtime) == [3, 4, 5]
+    assert any(not torch.equal(tensor, four[name]) for name, tensor in two.items())
+    saved = checkpoint.latest(runtime.checkpoint_dir)
+    assert (saved.manifest.version, saved.manifest.updates) == (5, 3)
+
+
+def test_a_bad_batch_is_refused_and_training_goes_on(runtime, model_dir, make_batch):
+    future = make_batch(version=7, batch_id="future")
+    good = make_batch(version=0, batch_id="good")
+    damaged = BatchReady(batch_id="good", num_chunks=1, digest="0" * 128)
+    service = Service([future, good, damaged, Finished()])
+    with serving(service, runtime):
+        loop.main(settings(model_dir), runtime)
+    refused, stepped, broken = service.of(Stepped)
+    assert "versions outside 0..0" in refused.refused
+    assert "rollouts r0, r1, r2" in refused.refused
+    assert (refused.version, refused.updates) == (0, 0)
+    assert (stepped.refused, stepped.version, stepped.updates) == ("", 1, 1)
+    assert "digest" in broken.refused
+    assert (broken.version, broken.updates) == (1, 1)
+
+
+def test_sigterm_ends_with_a_checkpoint_of_the_step_in_hand(runtime, model_dir, make_batch):
+    def interrupt() -> LearnerReply:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return NotYet()
+
+    before = signal.getsignal(signal.SIGTERM)
+    service = Service([make_batch(version=0), interrupt, NotYet(), NotYet()])
+    with serving(service, runtime):
+        loop.main(settings(model_dir), runtime)
+    assert service.kinds() == ["Hello", "Stepped", "AskCursor", "Committed"]
+    found = checkpoint.latest(runtime.checkpoint_dir)
+    assert (found.manifest.version, found.manifest.updates) == (1, 1)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_training_that_is_broken_stops_and_keeps_its_checkpoint(runtime, model_dir, make_batch):
+    config = settings(model_dir, lr=1e30)
+    service = Service([make_batch(version=0, batch_id="first"), *_repeated(make_batch, 8)])
+    with serving(service, runtime), pytest.raises(LearnerError, match="not finite in 5 updates in a row"):
+        loop.main(config, runtime)
+    lost = service.of(Stepped)[1:]
+    assert [(s.version, s.updates) for s in lost] == [(1, 1)] * 4
+    assert all(s.masked_tokens == {"nonfinite_gradient": 25} for s in lost)
+
+
+def _repeated(make_batch: Callable[..., Batch], count: int) -> list[Batch]:
+    return [make_batch(version=1, batch_id=f"again{n}") for n in range(count)]
+
+
+@pytest.mark.torchrun
+def test_two_ranks_follow_one_conversation(runtime, model_dir, make_batch):
+    config = settings(model_dir, parallel={"processes": 2, "expert": 2})
+    Path(runtime.run_dir, "config.json").write_bytes(configuration.dump(config))
+    runtimes.save(runtime)
+    service = Service(
+        [make_batch(version=0, batch_id="b0"), NotYet(), make_batch(version=1, batch_id="b1"), Finished()]
+    )
+    clawpipe = str(Path(sysconfig.get_path("scripts"), "clawpipe"))
+    with serving(service, runtime):
+        argv = [clawpipe, "run", "learner", "--run-dir", runtime.run_dir]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=200)
+    log = Path(runtime.run_dir, "logs", "learner.log").read_text()
+    assert done.returncode == 0, done.stderr[-2000:] + log[-3000:]
+    assert service.kinds() == ["Hello", "Stepped", "Stepped", "AskCursor", "Committed"]
+    assert [s.updates for s in service.of(Stepped)] == [1, 2]
+    assert versions(runtime) == [0, 1, 2]
