@@ -13,6 +13,7 @@ import pytest
 from clawpipe.pipeline.nats_server import binary, configuration
 from clawpipe.pipeline.processes import free_port
 
+pytest_plugins = ["engine_fixture"]
 TOKEN = "test-token"
 
 

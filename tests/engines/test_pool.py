@@ -6,9 +6,6 @@ from collections.abc import AsyncIterator
 
 import anyio
 import httpx
-import pytest
-from anyio.streams.memory import MemoryObjectSendStream
-
 from clawpipe.actors.engines.pool import Engine, EnginePool
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.records import EngineState
@@ -17,22 +14,20 @@ from clawpipe.pipeline.records import EngineState
 class Bucket:
     """The control bucket, filled by the test."""
 
-    def __init__(self) -> None:
-        self.send: MemoryObjectSendStream[dict[str, EngineState]]
-        self.send, self._receive = anyio.create_memory_object_stream[dict[str, EngineState]](100)
+    def __init__(self, *states: EngineState) -> None:
+        self.states = states
 
     async def engines(self) -> AsyncIterator[dict[str, EngineState]]:
-        async for states in self._receive:
-            yield states
-        await anyio.sleep_forever()
+        seen = None
+        while True:
+            if self.states != seen:
+                seen = self.states
+                yield {state.name: state for state in seen}
+            await anyio.sleep(0.005)
 
     async def put(self, *states: EngineState) -> None:
-        await self.send.send({state.name: state for state in states})
-        await anyio.sleep(0.02)
-
-    def close(self) -> None:
-        self.send.close()
-        self._receive.close()
+        self.states = states
+        await anyio.sleep(0.05)
 
 
 def state(name: str, version: int | None = 1, *, healthy: bool = True, since_s: float = 0.0) -> EngineState:
@@ -48,7 +43,6 @@ def test_the_engine_with_the_fewest_leases_is_lent() -> None:
                 names += [first.name, second.name, third.name]
             async with pool.acquire() as again:
                 names.append(again.name)
-        bucket.close()
         return names
 
     names = anyio.run(lend)
@@ -64,7 +58,6 @@ def test_only_healthy_engines_with_weights_are_lent_with_their_version() -> None
             await bucket.put(state("a", None), state("b", 3, healthy=False), state("c", 0))
             async with pool.acquire() as first, pool.acquire() as second:
                 lent = [first, second]
-        bucket.close()
         return lent
 
     assert anyio.run(lend) == [Engine("c", "http://c", 0), Engine("c", "http://c", 0)]
@@ -75,14 +68,8 @@ def test_a_call_waits_for_an_engine_that_gets_its_weights() -> None:
         bucket = Bucket()
         async with EnginePool(bucket, wait_s=10) as pool, anyio.create_task_group() as group:
             await bucket.put(state("a", None))
-
-            async def push() -> None:
-                await anyio.sleep(0.05)
-                await bucket.put(state("a", 7))
-
-            group.start_soon(push)
+            group.start_soon(bucket.put, state("a", 7))
             async with pool.acquire() as engine:
-                bucket.close()
                 return engine
         raise AssertionError
 
@@ -90,18 +77,17 @@ def test_a_call_waits_for_an_engine_that_gets_its_weights() -> None:
 
 
 def test_no_engine_in_time_is_an_error_that_names_each_and_its_state() -> None:
-    async def wait() -> None:
-        bucket = Bucket()
-        async with EnginePool(bucket, wait_s=0.05) as pool:
-            await bucket.put(state("a", None), state("b", healthy=False))
+    async def wait() -> str:
+        async with EnginePool(Bucket(state("a", None), state("b", healthy=False)), wait_s=0.1) as pool:
             try:
                 async with pool.acquire():
                     raise AssertionError
-            finally:
-                bucket.close()
+            except EngineError as err:
+                return str(err)
 
-    with pytest.raises(EngineError, match=r"a at http://a: without weights, b at http://b: not healthy.*engine_wait_s"):
-        anyio.run(wait)
+    message = anyio.run(wait)
+    assert "(a at http://a: without weights, b at http://b: not healthy)" in message
+    assert "[proxy] engine_wait_s" in message
 
 
 def test_a_broken_connection_sends_the_next_calls_elsewhere_until_the_entry_changes() -> None:
@@ -109,16 +95,17 @@ def test_a_broken_connection_sends_the_next_calls_elsewhere_until_the_entry_chan
         bucket, names = Bucket(), []
         async with EnginePool(bucket) as pool:
             await bucket.put(state("a"), state("b"))
-            with pytest.raises(httpx.ConnectError):
+            try:
                 async with pool.acquire() as engine:
                     names.append(engine.name)
                     raise httpx.ConnectError("refused")
+            except httpx.ConnectError:
+                names.append("broken")
             async with pool.acquire() as first, pool.acquire() as second:
                 names += [first.name, second.name]
             await bucket.put(state("a", since_s=1.0), state("b"))
             async with pool.acquire() as engine:
                 names.append(engine.name)
-        bucket.close()
         return names
 
-    assert anyio.run(lend) == ["a", "b", "b", "a"]
+    assert anyio.run(lend) == ["a", "broken", "b", "b", "a"]

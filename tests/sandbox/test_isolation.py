@@ -162,7 +162,7 @@ def test_two_sandboxes_at_the_same_time_have_different_host_uids(lab) -> None:
 
                 nursery.start_soon(sleeper)
             with trio.fail_after(30):
-                while len(uids := _host_uids(lab, "sleep")) < 3:
+                while len(uids := _host_uids(lab, "sleep")) < 3:  # noqa: ASYNC110
                     await trio.sleep(0.02)
             nursery.cancel_scope.cancel()
         return uids

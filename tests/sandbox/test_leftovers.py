@@ -147,10 +147,7 @@ async def main():
     config = msgspec.json.decode(sys.argv[1], type=SandboxConfig)
     async with Supervisor.open(config, "test", Path(sys.argv[2])) as host:
         async with host.sandbox({"a.txt": b"x"}, name="abandoned", port=8080) as box:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(lambda: box.run(["sh", "-c", "setsid sleep 98 & echo x >b; sleep 99"], wall_clock_s=99))
-                while (Path(sys.argv[2]) / "go").exists() is False:
-                    await trio.sleep(0.01)
+            await box.run(["sh", "-c", "setsid sleep 98 & echo x >b; sleep 99"], wall_clock_s=99)
 
 trio.run(main)
 """

@@ -40,7 +40,7 @@ def test_another_process_accepts_and_the_sandbox_reaches_it_by_address_and_by_na
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with ours, theirs:
                 argv = [sys.executable, "-c", PROXY, str(theirs.fileno()), "proxy"]
-                with subprocess.Popen(argv, pass_fds=[theirs.fileno()]) as process:
+                with subprocess.Popen(argv, pass_fds=[theirs.fileno()]) as process:  # noqa: ASYNC220
                     socket.send_fds(ours, [b"take"], [box.listener.fileno()])
                     assert ours.recv(16) == b"ready"
                     box.listener.close()  # the other process's copy keeps it open

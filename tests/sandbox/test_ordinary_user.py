@@ -13,7 +13,6 @@ import msgspec
 import pytest
 
 USER = "61234"
-PYTHON = "/usr/bin/python3"
 PROGRAM = """
 import json, os, socket, sys, threading
 from pathlib import Path
@@ -96,7 +95,7 @@ trio.run(main)
 def _site_packages() -> str | None:
     """Where trio and msgspec are, if the system's Python is the version that they were built for."""
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    if not Path(f"{PYTHON}{version.removeprefix('3')}").exists() or shutil.which("setpriv") is None:
+    if not Path(f"/usr/bin/python{version}").exists() or shutil.which("setpriv") is None:
         return None
     return os.path.dirname(os.path.dirname(msgspec.__file__))
 
@@ -110,7 +109,7 @@ def test_an_ordinary_user_has_sandboxes(lab, tmp_path: Path) -> None:
     os.chown(folder, int(USER), int(USER))
     roots = [str(Path(__file__).parents[2] / name) for name in ("pipeline", "actors")]
     argv = ["setpriv", "--reuid", USER, "--regid", USER, "--clear-groups", "--inh-caps=-all", "--"]
-    argv += [f"{PYTHON}.{sys.version_info[1]}" if False else PYTHON, "-c", PROGRAM]
+    argv += [f"/usr/bin/python{sys.version_info[0]}.{sys.version_info[1]}", "-c", PROGRAM]
     argv += [msgspec.json.encode(lab.config).decode(), str(folder / "sandboxes")]
     done = subprocess.run(
         argv,

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -303,6 +304,11 @@ main(config.restore(Path(sys.argv[1], "config.json")), runtime.load(Path(sys.arg
 """
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110
+        await trio.sleep(0.02)
+
+
 def start_runner(lab, run_dir: Path, slots: int) -> subprocess.Popen[bytes]:
     from clawpipe.pipeline import config, runtime
 
@@ -340,14 +346,12 @@ def test_the_actor_runs_rollouts_in_its_slots_through_a_restart_of_the_proxy_and
         with trio.fail_after(90):
             async with trio.open_nursery() as nursery:
                 await nursery.start(first.serve)
-                while first.heard.count("Settle") < 1:
-                    await trio.sleep(0.02)
+                await until(lambda: "Settle" in first.heard)
                 nursery.cancel_scope.cancel()
             first.path.unlink()
             async with trio.open_nursery() as nursery:
                 await nursery.start(second.serve)
-                while process.poll() is None:
-                    await trio.sleep(0.02)
+                await until(lambda: process.poll() is not None)
                 nursery.cancel_scope.cancel()
 
     with start_runner(lab, tmp_path, slots=3) as process:
@@ -366,11 +370,9 @@ def test_sigterm_cuts_rollouts_hands_them_back_and_leaves_nothing(lab, tmp_path:
         with trio.fail_after(90):
             async with trio.open_nursery() as nursery:
                 await nursery.start(proxy.serve)
-                while len(proxy.calls) < 3:
-                    await trio.sleep(0.02)
+                await until(lambda: len(proxy.calls) == 3)
                 process.send_signal(signal.SIGTERM)
-                while process.poll() is None:
-                    await trio.sleep(0.02)
+                await until(lambda: process.poll() is not None)
                 nursery.cancel_scope.cancel()
 
     with start_runner(lab, tmp_path, slots=3) as process:

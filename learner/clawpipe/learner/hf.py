@@ -81,13 +81,14 @@ def place(name: str) -> Placement:
             names, layout = _INNER[rest]
             return Placement(prefix=prefix, names=names, layout=layout)
         expert = _EXPERT_WEIGHT.fullmatch(rest)
-        if expert:
+        number = expert and (expert["local"] or expert["grouped"])
+        if expert and number:
             names, layout = _EXPERT[expert["linear"]]
             return Placement(
                 prefix=prefix + "mlp.experts.{expert}.",
                 names=names,
                 layout=layout,
-                local_expert=int(expert["local"] or expert["grouped"]),
+                local_expert=int(number),
             )
     raise LearnerError(f"parameter {name} has no Hugging Face name; the model has a part that hf.py does not know")
 

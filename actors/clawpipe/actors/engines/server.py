@@ -28,6 +28,7 @@ from clawpipe.pipeline.processes import Child, port_is_free, start, sweep
 
 READY_POLL_S = 0.2
 ERROR_CHARS = 400
+CONSEQUENCE = "Engine core initialization failed"
 
 # What vLLM's log says on its way up, and which part of the start is behind it then (measured on two cores).
 MILESTONES = (
@@ -139,9 +140,9 @@ def last_error(log: str) -> str:
     lines = [re.sub(r"^(\(.*?pid=\d+\)\s*)?(ERROR [^\]]*\]\s*)?", "", line).strip() for line in log.splitlines()]
     lines = [line for line in lines if line]
     errors = [
-        " ".join(lines[index : index + 2]) if line.endswith((":", "Config")) else line
+        " ".join(lines[index : index + 2]) if line.endswith("Config") else line
         for index, line in enumerate(lines)
-        if re.search(r"(^|\s)[\w.]*(Error|Exception|error): \S", line) and "Engine core initialization failed" not in line
+        if re.search(r"(^|\s)[\w.]*(Error|Exception|error): \S", line) and CONSEQUENCE not in line
     ]
     return (errors or lines or ["no output"])[-1][:ERROR_CHARS]
 

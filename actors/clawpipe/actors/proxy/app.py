@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -29,6 +30,7 @@ async def _serve(config: Config, runtime: Runtime) -> None:
     with listening(runtime.proxy_socket) as server:  # slots may connect from now on; they are served when all is ready
         async with _until_stopped():
             renderer, parser = await load_model(config.model, Path(runtime.init_model_dir))
+            gc.freeze()  # what vLLM imported never dies: walking it would stall calls now and the exit by seconds
             log.info("proxy ready", end_of_turn=renderer.end_of_turn, stop_ids=renderer.stop_ids)
             async with (
                 Broker.connect(

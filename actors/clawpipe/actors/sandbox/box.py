@@ -148,7 +148,7 @@ class Box:
         """Where no control group counts processes, a resource limit does: inside, where only the sandbox counts."""
         if "pids" in self._host.groups.controllers:
             return []
-        return ["prlimit", f"--nproc={self._limits.max_processes}", "--"]
+        return ["prlimit", f"--nproc={self._limits.max_processes + 1}", "--"]  # and pid 1
 
 
 def _memory_file(data: bytes) -> int:

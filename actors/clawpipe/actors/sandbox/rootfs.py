@@ -65,13 +65,14 @@ def prepare(cache: Path | None = None) -> Path:
     """The cached root, built in a few seconds if it is not there. Blocks. SandboxError names what is missing."""
     python = find_python()
     programs = find_programs()
-    target = (cache or _cache()) / _digest(python, programs)
-    if target.exists():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in target.parent.glob("new-*"):
+    folder = cache or _cache()
+    target = folder / _digest(python, programs)
+    for left in folder.glob("new-*"):
         if is_dead(left.name):
             shutil.rmtree(left, ignore_errors=True)
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f"new-{new_identity()}")
     try:
         _build(temporary, python, programs)
