@@ -170,9 +170,9 @@ def test_a_run_from_hello_to_the_last_checkpoint(runtime, model_dir, make_batch)
 def test_a_resumed_learner_serves_its_weights_under_the_next_free_version(runtime, model_dir, make_batch):
     batches = [make_batch(version=n, seed=n, batch_id=f"b{n}") for n in range(3)]
     # The third update is lost: the learner dies after it, before a checkpoint.
-    first = Service([*batches, lambda: BatchReady(batch_id="gone", num_chunks=1, digest="")])
-    with serving(first, runtime), pytest.raises(BaseException):  # noqa: B017, PT011
-        loop.main(settings(model_dir, threads=1), runtime)
+    first = Service([*batches, Data(body=b"")])
+    with serving(first, runtime), pytest.raises(LearnerError, match="answered Data where NotYet was due"):
+        loop.main(settings(model_dir), runtime)
     assert last_weights(runtime).version == 3
     second = Service([make_batch(version=4, batch_id="b4"), Finished()])
     with serving(second, runtime):

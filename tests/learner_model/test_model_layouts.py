@@ -12,8 +12,8 @@ import pytest
 import torch
 from msgspec.structs import force_setattr
 
-from clawpipe.learner import parallel
 from clawpipe.learner.model import build_model
+from clawpipe.learner.shape import check_layout
 from clawpipe.pipeline.config import ParallelConfig
 from clawpipe.pipeline.errors import LearnerError
 
@@ -85,7 +85,7 @@ def unchecked(**sizes: int) -> ParallelConfig:
 )
 def test_a_layout_that_would_train_wrongly_is_refused(sizes: dict[str, int], world_size: int, message: str) -> None:
     with pytest.raises(LearnerError, match=message):
-        parallel.check_layout(unchecked(**sizes), world_size)
+        check_layout(unchecked(**sizes), world_size)
 
 
 @pytest.mark.parametrize(

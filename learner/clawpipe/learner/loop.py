@@ -24,10 +24,11 @@ import torch.distributed as dist
 from clawpipe.learner import batch, checkpoint, cpu, hf, parallel, push
 from clawpipe.learner.conversation import connect
 from clawpipe.learner.correction import build_correction
-from clawpipe.learner.model import build_model, read_shape
+from clawpipe.learner.model import build_model
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.parallel import Ranks
 from clawpipe.learner.script import Command, Position, Save, Script, Stage, Stop, Train, Trained, Wait
+from clawpipe.learner.shape import read_shape
 from clawpipe.learner.update import Objective, Policy, update
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import LearnerError

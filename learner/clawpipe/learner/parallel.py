@@ -18,8 +18,8 @@ from msgspec import Struct
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from clawpipe.learner import cpu
+from clawpipe.learner.shape import check_layout
 from clawpipe.pipeline.config import ParallelConfig
-from clawpipe.pipeline.errors import LearnerError
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -40,36 +40,6 @@ class Ranks(Struct, frozen=True, kw_only=True):
     def is_main(self) -> bool:
         """Whether this process speaks for the learner: talks to NATS, writes files, logs."""
         return self.rank == 0
-
-
-def check_layout(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuses a layout that cannot run or gives wrong gradients. Raises LearnerError with the reason."""
-    tensor, expert, expert_tensor = parallel.tensor, parallel.expert, parallel.expert_tensor
-    if world_size != parallel.processes:
-        raise LearnerError(
-            f"[learner.parallel] processes = {parallel.processes}, but {world_size} processes started; "
-            f"start torchrun with --nproc-per-node {parallel.processes} or change the configuration"
-        )
-    if parallel.pipeline != 1:
-        raise LearnerError(
-            f"[learner.parallel] pipeline = {parallel.pipeline}: the learner has no pipeline schedule; "
-            "set pipeline = 1 and use tensor or expert"
-        )
-    if tensor > 1 and expert == 1 and expert_tensor != tensor:
-        raise LearnerError(
-            f"[learner.parallel] tensor = {tensor}, expert = 1, expert_tensor = {expert_tensor} gives wrong expert "
-            f"gradients: the experts would see other tokens than their copies; set expert_tensor = {tensor}"
-        )
-    if expert > 1 and expert_tensor != 1:
-        raise LearnerError(
-            f"[learner.parallel] expert = {expert}, expert_tensor = {expert_tensor}: the token exchange cannot carry "
-            "unequal counts through both; set expert_tensor = 1"
-        )
-    if world_size % tensor or world_size % (expert * expert_tensor):
-        raise LearnerError(
-            f"[learner.parallel] {world_size} processes are not a multiple of tensor = {tensor} and of "
-            f"expert x expert_tensor = {expert * expert_tensor}; change processes"
-        )
 
 
 def start(parallel: ParallelConfig, seed: int = 0) -> Ranks:

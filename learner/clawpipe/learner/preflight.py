@@ -6,10 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 
-import torch
-
-from clawpipe.learner.model import ModelShape, check_split, read_shape
-from clawpipe.learner.parallel import check_layout
+from clawpipe.learner.shape import ModelShape, check_layout, check_split, read_shape
 from clawpipe.pipeline.checks import Report
 from clawpipe.pipeline.config import Config, LearnerConfig, ModelConfig, TinyModelConfig
 from clawpipe.pipeline.errors import LearnerError
@@ -96,15 +93,14 @@ def _model_files(model: ModelConfig) -> list[str]:
 
 
 def _machine(learner: LearnerConfig) -> list[str]:
-    if torch.cuda.is_available() and learner.dtype == "float32":
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))  # without importing torch, which takes seconds
+    if present and learner.dtype == "float32":
         return ["[learner] dtype = float32: on CUDA the learner computes in bfloat16; set it so"]
-    if learner.parallel.processes > 1 and torch.cuda.is_available():
-        present = torch.cuda.device_count()
-        if learner.parallel.processes > present:
-            return [
-                f"[learner.parallel] processes = {learner.parallel.processes}, but this machine has {present} "
-                "CUDA devices; lower processes, or start the learner with torchrun on several hosts"
-            ]
+    if 0 < present < learner.parallel.processes:
+        return [
+            f"[learner.parallel] processes = {learner.parallel.processes}, but this machine has {present} "
+            "CUDA devices; lower processes, or start the learner with torchrun on several hosts"
+        ]
     return []
 
 

@@ -19,7 +19,6 @@ import anyio.to_thread
 import jinja2
 import numpy as np
 from msgspec import Struct
-from transformers import AutoTokenizer
 
 from clawpipe.actors.proxy.messages import Message, Speaker, parse_object
 from clawpipe.pipeline.errors import ConfigError
@@ -150,6 +149,8 @@ class Renderer:
 
 
 def _load_tokenizer(model_dir: Path) -> Any:
+    from transformers import AutoTokenizer  # brings torch along: seconds, for the caller's thread and not for imports
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
     except (OSError, ValueError, KeyError) as err:
