@@ -30,7 +30,7 @@ from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.checks import run_checks
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import BrokerError, ClawpipeError, ConfigError
-from clawpipe.pipeline.models import ModelFolders, model_folders
+from clawpipe.pipeline.models import model_folders
 from clawpipe.pipeline.processes import free_port, start, sweep
 from clawpipe.pipeline.runtime import Runtime
 
@@ -161,16 +161,29 @@ async def _run_all(run: _Run) -> None:
     async with anyio.create_task_group() as services:
         run.runtime = await _start_nats(run, services)
         await _setup_broker(run)
-        folders = model_folders(run.config)
-        await _prepare_model(run, folders, services)
-        for role in ("proxy", "actor", "pipeline", "learner"):
-            _keep(run, services, role)
+        await _start_roles(run, services)
         run.screen.say(f"running; run folder {run.runtime.run_dir}")
         await run.ended["pipeline"].wait()
         with anyio.move_on_after(LEARNER_END_TIMEOUT_S):
             await run.ended["learner"].wait()
         run.stopping = True
         services.cancel_scope.cancel()
+
+
+async def _start_roles(run: _Run, services: anyio.abc.TaskGroup) -> None:
+    """Makes what is missing of the model; everything that can start without it starts beside the making.
+
+    Engines start from the model's first weights and get the learner's by a push, so they need no cold start.
+    """
+    missing = model_folders(run.config).missing()
+    for role in ("demos", "model"):
+        if role in missing:
+            await _run_once(run, role)
+    for role in ("engine", "proxy", "actor", "pipeline"):
+        _keep(run, services, role)
+    if "coldstart" in missing:
+        await _run_once(run, "coldstart")
+    _keep(run, services, "learner")
 
 
 async def _start_nats(run: _Run, services: anyio.abc.TaskGroup) -> Runtime:
@@ -204,17 +217,6 @@ async def _broker(run: _Run) -> AsyncIterator[Broker]:
         run.runtime.nats_url, run.runtime.nats_token, prefix=nats.prefix, timeout_s=nats.connect_timeout_s
     ) as broker:
         yield broker
-
-
-async def _prepare_model(run: _Run, folders: ModelFolders, services: anyio.abc.TaskGroup) -> None:
-    """Makes what is missing of the model; engines start as soon as there is a folder to start from."""
-    missing = folders.missing()
-    for role in missing:
-        if role == "coldstart":
-            _keep(run, services, "engine")
-        await _run_once(run, role)
-    if "engine" not in run.ended:
-        _keep(run, services, "engine")
 
 
 async def _run_once(run: _Run, role: str) -> None:
@@ -260,7 +262,7 @@ async def _handle_signals(run: _Run, whole: anyio.CancelScope) -> None:
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
         asked = False
         async for _ in signals:
-            if asked or "pipeline" not in run.ended:
+            if asked or "learner" not in run.ended:
                 run.screen.say("stopping at once; --resume goes on with this run")
                 run.how = Ended.STOPPED
                 run.stopping = True

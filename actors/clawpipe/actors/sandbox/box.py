@@ -74,59 +74,56 @@ class Box:
         assert not self._is_running, "one program at a time"
         self._is_running = True
         try:
-            process = await self._start(argv, env or {}, keep_errors_apart)
+            try:
+                process = await self._start(argv, env or {}, keep_errors_apart)
+            except (OSError, ValueError) as error:
+                raise SandboxError(f"sandbox {self._plan.name}: {argv[0]} was not started: {error}") from error
             return await process.supervise(wall_clock_s, max_output_bytes or self._host.config.max_output_bytes)
         finally:
             self._is_running = False
 
     async def collect(self) -> Snapshot:
-        """The workspace as it is now. WorkspaceRefused when it is over the configured limits, W0 not counted."""
+        """The workspace as it is now. WorkspaceRefused when it is over the configured limits, W0 not counted.
+
+        SandboxError when it cannot be read.
+        """
         assert not self._is_running, "collecting is for a sandbox in which everything is dead"
         num_bytes, num_files = workspace.size_of(entries_of(self._plan.contents))
         config = self._host.config
-        return await self._host.in_thread(
-            partial(
-                collect.collect,
-                self._built.workspace.root_fd,
-                max_files=config.collect_max_files + num_files,
-                max_bytes=config.collect_max_bytes + num_bytes,
-            )
+        walk = partial(
+            collect.collect,
+            self._built.workspace.root_fd,
+            max_files=config.collect_max_files + num_files,
+            max_bytes=config.collect_max_bytes + num_bytes,
         )
+        try:
+            return await self._host.in_thread(walk)
+        except OSError as error:
+            raise SandboxError(f"sandbox {self._plan.name}: its workspace cannot be read: {error}") from error
 
     async def _start(self, argv: Sequence[str], env: Mapping[str, str], keep_errors_apart: bool) -> Process:
-        with ExitStack() as passed:
+        with ExitStack() as passed, ExitStack() as ours:
             status_fd, report_fd = os.pipe()
+            ours.callback(os.close, status_fd)
             passed.callback(os.close, report_fd)
             os.set_blocking(status_fd, False)
-            blobs: list[int] = [report_fd]
+            inherited = [report_fd]
 
             def blob(data: bytes) -> int:
-                blobs.append(_memory_file(data))
-                passed.callback(os.close, blobs[-1])
-                return blobs[-1]
+                inherited.append(_memory_file(data))
+                passed.callback(os.close, inherited[-1])
+                return inherited[-1]
 
             command = [*self._prefix(), self._host.programs.bwrap, "--args"]
             command += [str(self._options(env, report_fd, blob)), "--", *self._inner_prefix(), *argv]
 
-            def popen() -> subprocess.Popen[bytes]:
-                return subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE if keep_errors_apart else subprocess.STDOUT,
-                    bufsize=0,
-                    env=bubblewrap.HOST_ENVIRONMENT,
-                    pass_fds=blobs,
-                    cwd="/",
-                )
+            def popen() -> tuple[subprocess.Popen[bytes], int]:
+                return _popen(command, inherited, keep_errors_apart)
 
-            try:
-                started = await self._host.ground.start(self._built, popen)
-            except (OSError, ValueError) as error:
-                os.close(status_fd)
-                raise SandboxError(f"sandbox {self._plan.name}: {argv[0]} was not started: {error}") from error
+            popened, pidfd = await self._host.ground.start(self._built, popen)
+            ours.pop_all()
         uid = self._plan.uid if os.geteuid() == 0 else None
-        return Process(started, os.pidfd_open(started.pid), status_fd, self._group, uid)
+        return Process(popened, pidfd, status_fd, self._group, uid)
 
     def _options(self, env: Mapping[str, str], report_fd: int, blob: Callable[[bytes], int]) -> int:
         view = replace(self._host.ground.view(self._built), env=env, home_files=self._home_files)
@@ -149,6 +146,26 @@ class Box:
         if "pids" in self._host.groups.controllers:
             return []
         return ["prlimit", f"--nproc={self._limits.max_processes + 1}", "--"]  # and pid 1
+
+
+def _popen(command: list[str], inherited: list[int], keep_errors_apart: bool) -> tuple[subprocess.Popen[bytes], int]:
+    """The process and its pidfd. OSError, and then there is no process."""
+    popened = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if keep_errors_apart else subprocess.STDOUT,
+        bufsize=0,
+        env=bubblewrap.HOST_ENVIRONMENT,
+        pass_fds=inherited,
+        cwd="/",
+    )
+    try:
+        return popened, os.pidfd_open(popened.pid)
+    except OSError:
+        popened.kill()
+        popened.communicate()
+        raise
 
 
 def _memory_file(data: bytes) -> int:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from clawpipe.actors.sandbox.bubblewrap import View
 from clawpipe.actors.sandbox.collect import Entry, File, Snapshot
 from clawpipe.actors.sandbox.network import Network
 from clawpipe.actors.sandbox.workspace import Quota, Workspace
 
+T = TypeVar("T")
 Contents = Mapping[str, bytes] | Snapshot
 
 
@@ -60,6 +60,6 @@ class Ground(Protocol):
         """The command that leads to bubblewrap, after control groups and resource limits are set."""
         ...
 
-    async def start(self, built: Built, popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-        """Runs `popen` where the process must be forked."""
+    async def start(self, built: Built, fork: Callable[[], T]) -> T:
+        """Runs `fork` where the process must be forked, and returns what it returns."""
         ...

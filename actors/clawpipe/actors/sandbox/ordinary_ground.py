@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import trio
 
@@ -18,6 +18,8 @@ from clawpipe.actors.sandbox.bubblewrap import Programs, View
 from clawpipe.actors.sandbox.forking import ForkingThread, open_thread
 from clawpipe.actors.sandbox.ground import Built, Plan, entries_of
 from clawpipe.actors.sandbox.root_ground import make_etc
+
+T = TypeVar("T")
 
 
 class OrdinaryGround:
@@ -46,8 +48,8 @@ class OrdinaryGround:
         spaces = [f"--user={held}/{built.network.user_fd}", f"--net={held}/{built.network.net_fd}"]
         return [self._programs.nsenter, *spaces, "--preserve-credentials", "--"]
 
-    async def start(self, built: Built, popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-        return await self._forking.run(popen)
+    async def start(self, built: Built, fork: Callable[[], T]) -> T:
+        return await self._forking.run(fork)
 
     @asynccontextmanager
     async def built(self, plan: Plan) -> AsyncIterator[Built]:

@@ -89,14 +89,14 @@ class RootGround:
     def prefix(self, built: Built, uid: int) -> list[str]:
         return become(self._programs, uid)
 
-    async def start(self, built: Built, popen: Callable[[], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    async def start(self, built: Built, fork: Callable[[], T]) -> T:
         net_fd = built.network.net_fd if built.network is not None else None
 
-        def fork() -> subprocess.Popen[bytes]:
+        def inside() -> T:
             with network.entered(net_fd, self._home_net):
-                return popen()
+                return fork()
 
-        return await self._forking.run(fork)
+        return await self._forking.run(inside)
 
     @asynccontextmanager
     async def built(self, plan: Plan) -> AsyncIterator[Built]:
