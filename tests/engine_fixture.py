@@ -218,18 +218,27 @@ def spans(choice: dict[str, Any]) -> list[tuple[str, int, int]]:
     return [(span["version"], span["start"], span["end"]) for span in choice["weight_versions"] or []]
 
 
-def hf_logprobs(folder: Path, ids: list[int], completion: list[int], temperature: float = 1.0) -> np.ndarray:
-    """log softmax(logits / T) of transformers' own forward pass in float32."""
-    import torch
-    from transformers import Qwen3MoeForCausalLM
+class Oracle:
+    """transformers' own forward pass in float32 over the weights of a Hugging Face folder."""
 
-    model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
-    with torch.no_grad():
-        logits = model.eval()(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1]
-    logprobs = torch.log_softmax(logits / temperature, -1)
-    return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
+    def __init__(self, folder: Path) -> None:
+        import torch
+        from transformers import Qwen3MoeForCausalLM
+
+        model = Qwen3MoeForCausalLM.from_pretrained(folder, dtype=torch.float32, experts_implementation="eager")
+        self._model = model.eval()
+
+    def logprobs(self, ids: list[int], completion: list[int], temperature: float = 1.0) -> np.ndarray:
+        """log softmax(logits / T) of each token of `completion` after the prompt `ids`: float32 [C]."""
+        import torch
+
+        with torch.no_grad():
+            logits = self._model(torch.tensor([ids + completion])).logits[0, len(ids) - 1 : -1]
+        logprobs = torch.log_softmax(logits / temperature, -1)
+        return logprobs.gather(1, torch.tensor(completion)[:, None])[:, 0].numpy()
 
 
 def worst(engine_logprobs: np.ndarray, other: np.ndarray) -> float:
+    """The largest difference between two lists of logprobs."""
     assert len(engine_logprobs) == len(other)
     return float(np.abs(engine_logprobs - other).max())

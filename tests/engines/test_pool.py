@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 
 import anyio
 import httpx
+
 from clawpipe.actors.engines.pool import Engine, EnginePool
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.records import EngineState

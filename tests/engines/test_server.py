@@ -44,6 +44,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_a_failed_start_says_why_and_leaves_nothing_running(tiny_model_dir: Path, tmp_path: Path) -> None:
     server = settings(tiny_model_dir, free_port(), context_tokens=1_000_000)
     with pytest.raises(EngineError) as caught:

@@ -25,6 +25,7 @@ from clawpipe.actors.engines.transfer import (
     check_tensors,
     model_shapes,
 )
+from clawpipe.actors.engines.vllm import ready_for_weights
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import PushConfig
 from clawpipe.pipeline.errors import EngineError
@@ -246,3 +247,45 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
 def test_a_model_folder_without_weights_is_named(tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"no \*\.safetensors in it"):
         model_shapes(tmp_path)
+
+
+def test_a_server_without_the_routes_for_weights_says_how_to_start_it() -> None:
+    async def ask() -> bool:
+        transport = httpx.MockTransport(lambda request: httpx.Response(404))
+        async with httpx.AsyncClient(base_url="http://engine", transport=transport) as client:
+            return await ready_for_weights(client, "vllm-0")
+
+    with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1, --enable-scale-out"):
+        anyio.run(ask)
+
+
+def test_a_server_that_is_not_up_yet_is_waited_for() -> None:
+    def refuse(request: httpx.Request) -> httpx.Response:
+        raise httpx.ConnectError("refused", request=request)
+
+    async def ask() -> bool:
+        async with httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(refuse)) as client:
+            return await ready_for_weights(client, "vllm-0")
+
+    assert anyio.run(ask) is False
+
+
+@pytest.mark.parametrize(
+    ("served", "health", "ailment"),
+    [
+        ("3", 200, ""),
+        ("4", 200, "it serves version '4' after it was given 3"),
+        ("3", 503, "its health check gave status 503"),
+    ],
+)
+def test_health_is_an_answer_and_the_version_that_was_given(served: str, health: int, ailment: str) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(health if request.url.path == "/health" else 200, json={"weight_version": served})
+
+    async def look() -> str:
+        replica = Replica("vllm-0", "http://engine", version=3, healthy=True)
+        keeper = WeightPusher(None, PushConfig(), SHAPES, EventLog("engine"))  # type: ignore[arg-type]
+        async with httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(answer)) as client:
+            return await keeper.ailment(replica, client, 5)
+
+    assert anyio.run(look) == ailment

@@ -232,19 +232,32 @@ def _repeated(make_batch: Callable[..., Batch], count: int) -> list[Batch]:
 
 
 @pytest.mark.torchrun
-def test_two_ranks_follow_one_conversation(runtime, model_dir, make_batch):
+def test_two_ranks_follow_one_conversation_and_end_on_sigterm_with_a_checkpoint(runtime, model_dir, make_batch):
     config = settings(model_dir, parallel={"processes": 2, "expert": 2})
     Path(runtime.run_dir, "config.json").write_bytes(configuration.dump(config))
     runtimes.save(runtime)
-    service = Service(
-        [make_batch(version=0, batch_id="b0"), NotYet(), make_batch(version=1, batch_id="b1"), Finished()]
-    )
-    clawpipe = str(Path(sysconfig.get_path("scripts"), "clawpipe"))
-    with serving(service, runtime):
-        argv = [clawpipe, "run", "learner", "--run-dir", runtime.run_dir]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=200)
-    log = Path(runtime.run_dir, "logs", "learner.log").read_text()
-    assert done.returncode == 0, done.stderr[-2000:] + log[-3000:]
-    assert service.kinds() == ["Hello", "Stepped", "Stepped", "AskCursor", "Committed"]
-    assert [s.updates for s in service.of(Stepped)] == [1, 2]
-    assert versions(runtime) == [0, 1, 2]
+    argv = [str(Path(sysconfig.get_path("scripts"), "clawpipe")), "run", "learner", "--run-dir", runtime.run_dir]
+    log = Path(runtime.run_dir, "logs", "learner.log")
+    roles: list[subprocess.Popen[bytes]] = []
+
+    def interrupt() -> LearnerReply:
+        roles[0].send_signal(signal.SIGTERM)
+        return NotYet()
+
+    batches = [make_batch(version=n, batch_id=f"b{n}") for n in range(3)]
+    service = Service([batches[0], NotYet(), make_batch(version=9, batch_id="future"), *batches[1:], interrupt])
+    service.leases += [NotYet()] * 50
+    with serving(service, runtime), log.open("ab") as output:
+        roles.append(subprocess.Popen(argv, stdout=output, stderr=output))
+        code = roles[0].wait(timeout=200)
+    assert code == 0, log.read_text()[-4000:]
+    kinds = ["Hello", "Stepped", "Stepped", "Stepped", "AskCursor", "Committed", "Stepped", "AskCursor", "Committed"]
+    assert service.kinds() == kinds
+    assert [(s.updates, bool(s.refused)) for s in service.of(Stepped)] == [
+        (1, False),
+        (1, True),
+        (2, False),
+        (3, False),
+    ]
+    assert versions(runtime) == [1, 2, 3]
+    assert checkpoint.latest(runtime.checkpoint_dir).manifest.updates == 3

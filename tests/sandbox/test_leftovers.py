@@ -17,6 +17,7 @@ from clawpipe.actors.sandbox.process import Reason
 from clawpipe.actors.sandbox.supervisor import Supervisor
 from clawpipe.pipeline.errors import SandboxError
 
+PID_NAMESPACE = os.stat("/proc/self/ns/pid").st_ino
 FILES = {"a.txt": b"x", "b/c.txt": b"y"}
 
 
@@ -177,7 +178,7 @@ def test_a_group_recorded_by_an_earlier_supervisor_is_swept_with_what_runs_in_it
     if not (hierarchy / "cgroup.procs").exists():
         hierarchy = Path("/sys/fs/cgroup")
     job = hierarchy / "clawpipetestjob"
-    left = job / "clawpipe-test-4000000-77-0123abcd/box"
+    left = job / f"clawpipe-test-4000000-77-{PID_NAMESPACE}-0123abcd/box"
     left.mkdir(parents=True)
     with subprocess.Popen(["sleep", "60"]) as process:
         (left / "cgroup.procs").write_text(str(process.pid))

@@ -182,13 +182,18 @@ def test_without_any_hierarchy_there_is_nothing_to_limit_and_nothing_fails() -> 
     assert (group.peak_bytes(), group.oom_kills()) == (None, 0)
 
 
-def test_groups_of_the_living_and_of_others_are_not_swept(tmp_path: Path) -> None:
-    own = tmp_path / "memory/job"
-    dead, elsewhere = "clawpipe-run-4000000-77-0123abcd", tmp_path / "memory/another-job"
-    for folder in (own / f"clawpipe-run-{new_identity()}", own / dead, own / "systemd-4000000-77-0123abcd",
-                   elsewhere / dead):  # fmt: skip
+def test_groups_of_the_living_of_other_containers_and_of_others_are_not_swept(tmp_path: Path) -> None:
+    own, elsewhere = tmp_path / "memory/job", tmp_path / "memory/another-job"
+    here = os.stat("/proc/self/ns/pid").st_ino
+    dead = f"clawpipe-run-4000000-77-{here}-0123abcd"
+    kept = {
+        f"clawpipe-run-{new_identity()}",
+        f"clawpipe-run-4000000-77-{here + 1}-0123abcd",
+        f"systemd-4000000-77-{here}-0123abcd",
+        "clawpipe-by-hand",
+    }
+    for folder in (own / dead, elsewhere / dead, *(own / name for name in kept)):
         folder.mkdir(parents=True)
     assert sweep(Hierarchies({"memory": own})) == [dead]
-    left = sorted(path.name.split("-")[0] for path in own.iterdir())
-    assert left == ["clawpipe", "systemd"]
+    assert {path.name for path in own.iterdir()} == kept
     assert list(elsewhere.iterdir()) == []

@@ -113,7 +113,10 @@ def test_a_second_program_sees_the_first_ones_workspace_and_nothing_else_of_it(l
             await box.run(["sh", "-c", "echo a >/work/f; echo b >/tmp/f; sleep 60 &"], wall_clock_s=20)
             return await box.run(["sh", "-c", "cat /work/f; ls /tmp; cat /proc/[0-9]*/comm"], wall_clock_s=20)
 
-    assert lab.run(body).output.split() == [b"a", b"bwrap", b"sh", b"cat"]
+    text, *commands = lab.run(body).output.split()
+    assert text == b"a"
+    assert b"bwrap" in commands
+    assert set(commands) <= {b"bwrap", b"sh", b"cat"}
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def test_two_at_the_same_time_make_one_whole_root(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_build_left_is_removed(root_folder: Path) -> None:
-    left = root_folder.parent / "new-4000000-77-0123abcd"
+    left = root_folder.parent / f"new-4000000-77-{os.stat('/proc/self/ns/pid').st_ino}-0123abcd"
     (left / "usr").mkdir(parents=True)
     assert rootfs.prepare(root_folder.parent) == root_folder
     assert not left.exists()

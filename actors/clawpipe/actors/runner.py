@@ -20,7 +20,7 @@ from clawpipe.actors.rollout import Workshop, run_rollout
 from clawpipe.actors.sandbox.supervisor import Supervisor
 from clawpipe.actors.tasks.load import load_tasks
 from clawpipe.pipeline.config import Config
-from clawpipe.pipeline.observe import EventLog
+from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.records import Infra
 from clawpipe.pipeline.runtime import Runtime
 
@@ -41,7 +41,9 @@ async def _act(config: Config, runtime: Runtime) -> None:
     harnesses = {entry.name: make_harness(entry, config.model.name) for entry in config.harness}
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_at_signal, nursery.cancel_scope)
+        progress = Progress(runtime.path(), "actor", "preparing sandboxes")
         async with Supervisor.open(config.sandbox, runtime.run_id, runtime.path("sandboxes")) as host:
+            progress.finish()
             if host.missing_limits:
                 log.warning("limits that this host cannot set", missing=host.missing_limits)
             workshop = Workshop(host, tasks, harnesses, config.sandbox, config.verify, runtime.path("workspaces"), log)

@@ -93,9 +93,9 @@ class Conversation:
         """The cursor that a checkpoint taken now must hold."""
         return self._ask(AskCursor(), Cursor, timeout_s).cursor
 
-    def committed(self, message: Committed) -> None:
+    def committed(self, message: Committed, timeout_s: float = ASK_TIMEOUT_S) -> None:
         """The checkpoint is on disk."""
-        self._ask(message, Ok)
+        self._ask(message, Ok, timeout_s)
 
     def _ask(self, message: LearnerMessage, kind: type[Reply], timeout_s: float = ASK_TIMEOUT_S) -> Reply:
         return _expect(self._portal.call(self._broker.ask, message, timeout_s), kind)

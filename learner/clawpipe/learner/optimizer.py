@@ -20,6 +20,7 @@ from megatron.core.distributed import (
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import nn
 
+from clawpipe.learner import cpu
 from clawpipe.learner.cpu import CudaAsCpu
 from clawpipe.pipeline.config import LearnerConfig
 from clawpipe.pipeline.errors import LearnerError
@@ -145,7 +146,7 @@ def _moments(state: dict[str, Any]) -> dict[str, Any]:
 
 def _agreed(norm: float) -> float:
     """NaN on one rank becomes NaN on all: the dense and the expert parts are summed over different groups."""
-    largest = torch.tensor(norm if math.isfinite(norm) else math.inf)
+    largest = torch.tensor(norm if math.isfinite(norm) else math.inf, device=cpu.device())
     if dist.get_world_size() > 1:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return float(largest)

@@ -16,14 +16,14 @@ from typing import Any
 
 from msgspec import Struct
 
-from clawpipe.learner.conversation import Conversation
+from clawpipe.learner.conversation import ASK_TIMEOUT_S, Conversation
 from clawpipe.pipeline.errors import BrokerError, LearnerError
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import BatchReady, Committed, Finished, Stepped, StreamCursor, WeightVersion
 
 MAX_NONFINITE = 5
 PATIENCE_S = 60.0  # the other ranks hear from rank 0 at least this often
-LAST_CURSOR_TIMEOUT_S = 5.0  # when told to stop, the pipeline service may be gone
+LAST_WORDS_TIMEOUT_S = 5.0  # when told to stop, the pipeline service may be gone
 
 
 class Stage(Struct, frozen=True, kw_only=True, tag="stage"):
@@ -108,7 +108,7 @@ class Script:
             if at.updates % self.checkpoint_every == 0:
                 yield from self._checkpoint()
         try:
-            yield from self._checkpoint(LAST_CURSOR_TIMEOUT_S if self.stop() else None)
+            yield from self._checkpoint(LAST_WORDS_TIMEOUT_S if self.stop() else ASK_TIMEOUT_S)
         except BrokerError as err:
             if not self.stop():
                 raise
@@ -145,15 +145,16 @@ class Script:
             weights: WeightVersion = yield Stage(version=self.position.version)
             self.conversation.publish(weights)
 
-    def _checkpoint(self, timeout_s: float | None = None) -> Generator[Command, Any, None]:
+    def _checkpoint(self, timeout_s: float = ASK_TIMEOUT_S) -> Generator[Command, Any, None]:
         at = self.position
         if at.saved_version == at.version:
             return
         with self._timed("checkpoint_s"):
-            cursor = self.conversation.cursor() if timeout_s is None else self.conversation.cursor(timeout_s)
+            cursor = self.conversation.cursor(timeout_s)
             path: str = yield Save(version=at.version, updates=at.updates, cursor=cursor)
             at.cursor, at.saved_version = cursor, at.version
-            self.conversation.committed(Committed(version=at.version, updates=at.updates, cursor=cursor, path=path))
+            done = Committed(version=at.version, updates=at.updates, cursor=cursor, path=path)
+            self.conversation.committed(done, timeout_s)
         self.log.info("checkpoint written", version=at.version, updates=at.updates, path=path)
 
     def _check(self, trained: Trained) -> None:

@@ -87,12 +87,14 @@ def update(
         norms.append(policy.optimizer.step())
         _count(report, part, norms[-1], version, objective.max_staleness)
     diagnostics.reduce(parallel_state.get_data_parallel_group())
-    report.metrics = {
+    metrics = {
         **_batch_metrics(rollouts, forests),
         **diagnostics.metrics(),
         "loss": _mean_over_steps(losses),
         "grad_norm": sum(filter(math.isfinite, norms)) / max(report.num_steps, 1),
     }
+    # What is not a number has no place in the run's history; `num_nonfinite` tells of it.
+    report.metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     return report
 
 

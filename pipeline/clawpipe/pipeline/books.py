@@ -12,6 +12,7 @@ from enum import StrEnum
 import msgspec
 from msgspec import Struct
 
+from clawpipe.pipeline.records import StreamCursor
 from clawpipe.pipeline.segments import DropReason
 
 
@@ -93,6 +94,14 @@ class UpdateRow(Struct, frozen=True, kw_only=True):
     metrics: dict[str, float]
 
 
+class Standing(Struct, frozen=True, kw_only=True):
+    """The learner's last checkpoint, as it was told to the service: where a restarted service reads on."""
+
+    cursor: StreamCursor = StreamCursor()
+    updates: int = 0
+    written: bool = False  # by the learner that runs now; else it started from it
+
+
 class Changes(Struct, frozen=True, kw_only=True):
     """What has changed since the last hand-over, for the file."""
 
@@ -103,7 +112,7 @@ class Changes(Struct, frozen=True, kw_only=True):
     removed_batches: tuple[str, ...]
     updates: tuple[UpdateRow, ...]
     removed_updates_above: int | None
-    meta: dict[str, bytes]
+    standing: Standing | None
 
 
 class Totals(Struct, kw_only=True):

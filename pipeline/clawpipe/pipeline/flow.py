@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import msgspec
-
 from clawpipe.pipeline.admission import Admission
 from clawpipe.pipeline.assembler import Arrival, Assembler, Rollout
 from clawpipe.pipeline.batches import Batches, Built, Recipe
-from clawpipe.pipeline.books import BatchRow, RolloutState, UpdateRow
+from clawpipe.pipeline.books import BatchRow, RolloutState, Standing, UpdateRow
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.cursor import Spans
 from clawpipe.pipeline.errors import ClawpipeError
@@ -234,6 +232,7 @@ class Flow:
                 self.admission.release_all(group.group_id)
                 self.admission.restore(group.group_id, len(group.rollouts))
         self.ledger.rewound(message.updates)
+        self.ledger.stands(Standing(cursor=message.cursor, updates=message.updates))
         self.updates, self.version, self.committed_updates = message.updates, message.version, None
         self._log.info("learner is up", version=message.version, updates=message.updates)
 
@@ -298,7 +297,7 @@ class Flow:
             self.assembler.forget_calls(rollout_id)
         self.spans.forget_below(message.cursor.sequence)
         self.committed_updates = message.updates
-        self.ledger.note("committed", msgspec.msgpack.encode(message))
+        self.ledger.stands(Standing(cursor=message.cursor, updates=message.updates, written=True))
         return message.cursor.sequence
 
     def _drop_stale(self, taken: Taken) -> None:

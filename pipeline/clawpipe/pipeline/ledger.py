@@ -14,7 +14,17 @@ from copy import deepcopy
 import msgspec
 
 from clawpipe.pipeline.assembler import Rollout, num_sampled
-from clawpipe.pipeline.books import BatchRow, CallRow, Changes, RolloutState, Row, Totals, UpdateRow, added
+from clawpipe.pipeline.books import (
+    BatchRow,
+    CallRow,
+    Changes,
+    RolloutState,
+    Row,
+    Standing,
+    Totals,
+    UpdateRow,
+    added,
+)
 from clawpipe.pipeline.records import AgentFailed, CallRecord, RolloutManifest, RolloutRequest
 from clawpipe.pipeline.segments import CallFate, DropReason
 
@@ -35,7 +45,7 @@ class Ledger:
         self._dirty_batches: set[str] = set()
         self._dirty_updates: set[int] = set()
         self._cut_updates: int | None = None
-        self._meta: dict[str, bytes] = {}
+        self._standing: Standing | None = None
 
     # What happens -----------------------------------------------------------------------------------------
 
@@ -164,9 +174,9 @@ class Ledger:
                 self._leaving.append(row)
         return [row.rollout_id for row in found]
 
-    def note(self, key: str, value: bytes) -> None:
-        """Keeps a value with the run."""
-        self._meta[key] = value
+    def stands(self, standing: Standing) -> None:
+        """The learner has told of a checkpoint."""
+        self._standing = standing
 
     # Restart ----------------------------------------------------------------------------------------------
 
@@ -194,10 +204,11 @@ class Ledger:
             removed_batches=tuple(key for key in sorted(self._dirty_batches) if key not in self.batches),
             updates=tuple(self.updates[number] for number in sorted(self._dirty_updates)),
             removed_updates_above=self._cut_updates,
-            meta=self._meta,
+            standing=self._standing,
         )
         self._leaving, self._dirty, self._removed_rows, self._calls = [], set(), set(), []
-        self._dirty_batches, self._dirty_updates, self._cut_updates, self._meta = set(), set(), None, {}
+        self._dirty_batches, self._dirty_updates, self._cut_updates = set(), set(), None
+        self._standing = None
         return found
 
     def totals(self) -> dict[str, Totals]:

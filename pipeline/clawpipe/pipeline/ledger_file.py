@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from clawpipe.pipeline.books import BatchRow, Changes, Row, UpdateRow
+from clawpipe.pipeline.books import BatchRow, Changes, Row, Standing, UpdateRow
 from clawpipe.pipeline.errors import ClawpipeError
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ CREATE TABLE IF NOT EXISTS calls (
 CREATE INDEX IF NOT EXISTS calls_of_rollout ON calls (rollout_id);
 CREATE TABLE IF NOT EXISTS batches (batch_id TEXT PRIMARY KEY, row BLOB);
 CREATE TABLE IF NOT EXISTS updates (updates INTEGER PRIMARY KEY, row BLOB);
-CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value BLOB);
+CREATE TABLE IF NOT EXISTS standing (only INTEGER PRIMARY KEY CHECK (only = 1), row BLOB);
 """
 
 _json = msgspec.json.Encoder()
@@ -43,12 +43,12 @@ class Stored:
     rows: tuple[Row, ...]
     batches: tuple[BatchRow, ...]
     updates: tuple[UpdateRow, ...]
-    meta: dict[str, bytes]
+    standing: Standing | None
 
     @property
     def empty(self) -> bool:
         """Whether nothing was ever written."""
-        return not (self.rows or self.updates or self.meta)
+        return not self.rows and self.standing is None
 
 
 class LedgerFile:
@@ -71,7 +71,7 @@ class LedgerFile:
                 rows=self._rows("SELECT row FROM rollouts ORDER BY rowid", Row),
                 batches=self._rows("SELECT row FROM batches ORDER BY rowid", BatchRow),
                 updates=self._rows("SELECT row FROM updates ORDER BY updates", UpdateRow),
-                meta=dict(self._db.execute("SELECT key, value FROM meta")),
+                standing=next(iter(self._rows("SELECT row FROM standing", Standing)), None),
             )
         except (sqlite3.Error, msgspec.MsgspecError) as err:
             raise self._error(err) from err
@@ -111,7 +111,8 @@ class LedgerFile:
             "INSERT OR REPLACE INTO updates VALUES (?, ?)",
             ((row.updates, _json.encode(row)) for row in changes.updates),
         )
-        run("INSERT OR REPLACE INTO meta VALUES (?, ?)", changes.meta.items())
+        if changes.standing is not None:
+            self._db.execute("INSERT OR REPLACE INTO standing VALUES (1, ?)", (_json.encode(changes.standing),))
 
     def _rows(self, query: str, kind: type[T]) -> tuple[T, ...]:
         decode = msgspec.json.Decoder(kind).decode

@@ -11,12 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-import msgspec
-
-from clawpipe.pipeline.books import BatchRow, RolloutState, Row
+from clawpipe.pipeline.books import BatchRow, RolloutState, Row, Standing
 from clawpipe.pipeline.flow import Flow
 from clawpipe.pipeline.ledger_file import Stored
-from clawpipe.pipeline.records import Committed, Hello, LearnerMessage, RolloutRequest, StreamCursor
+from clawpipe.pipeline.records import Hello, LearnerMessage, RolloutRequest, StreamCursor
 from clawpipe.pipeline.replay import ReadyGroup
 from clawpipe.pipeline.scheduler import group_id, parse
 from clawpipe.pipeline.segments import DropReason
@@ -37,14 +35,13 @@ def anchor(message: LearnerMessage, stored: Stored) -> Anchor:
     """What the first message that a learner sends says about it."""
     if isinstance(message, Hello):
         return Anchor(message.cursor, message.updates, message.version, lease_lives=False)
-    note = stored.meta.get("committed")
-    committed = msgspec.msgpack.decode(note, type=Committed) if note else None
+    standing = stored.standing or Standing()
     return Anchor(
-        cursor=committed.cursor if committed else StreamCursor(),
-        updates=max((row.updates for row in stored.updates), default=0),
+        cursor=standing.cursor,
+        updates=max((row.updates for row in stored.updates), default=standing.updates),
         version=max((row.version for row in stored.updates), default=0),
         lease_lives=True,
-        committed_updates=committed.updates if committed else None,
+        committed_updates=standing.updates if standing.written else None,
     )
 
 

@@ -74,12 +74,12 @@ class WeightPusher:
         async with self._rolling:
             try:
                 with anyio.fail_after(timeout_s):
-                    response = await client.get("/health")
+                    health = await client.get("/health")
+                    if health.status_code != 200:  # a dead core would leave any other question unanswered
+                        return f"its health check gave status {health.status_code}"
                     served = await served_version(client)
             except (httpx.HTTPError, TimeoutError) as err:
                 return f"its health check failed: {err!r}"
-        if response.status_code != 200:
-            return f"its health check gave status {response.status_code}"
         if replica.version is not None and served != str(replica.version):
             return f"it serves version {served!r} after it was given {replica.version}"
         return ""

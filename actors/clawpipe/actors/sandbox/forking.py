@@ -10,10 +10,10 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
-import outcome
 import trio
 
 T = TypeVar("T")
@@ -37,16 +37,19 @@ class ForkingThread:
         """The job's result, or its exception. Not cancellable, so that what the job made always has an owner."""
         token = trio.lowlevel.current_trio_token()
         done = trio.Event()
-        results: list[outcome.Value[T] | outcome.Error] = []
+        result: Future[T] = Future()
 
         def work() -> None:
-            results.append(outcome.capture(job))
+            try:
+                result.set_result(job())
+            except Exception as error:
+                result.set_exception(error)
             token.run_sync_soon(done.set)
 
         self._jobs.put(work)
         with trio.CancelScope(shield=True):
             await done.wait()
-        return results[0].unwrap()
+        return result.result()
 
     async def close(self) -> None:
         """Ends the thread, and with it the mount namespace that it owns."""

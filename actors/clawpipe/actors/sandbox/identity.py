@@ -1,6 +1,6 @@
 """Which process something belongs to: the leftovers of dead supervisors, and our own children.
 
-A pid alone is reused; with the process's start time it is not.
+A pid alone is reused; with the process's start time it is not. It means nothing in another pid namespace.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ import re
 import uuid
 from pathlib import Path
 
-IDENTITY = re.compile(r".*-(\d+)-(\d+)-[0-9a-f]{8}")
+IDENTITY = re.compile(r".*-(\d+)-(\d+)-(\d+)-[0-9a-f]{8}")
 
 
 def new_identity() -> str:
-    """ "<pid>-<start time in clock ticks since boot>-<random>", for a supervisor of this process."""
-    return f"{os.getpid()}-{_start_time(os.getpid())}-{uuid.uuid4().hex[:8]}"
+    """ "<pid>-<start time in clock ticks since boot>-<pid namespace>-<random>", for a supervisor of this process."""
+    return f"{os.getpid()}-{_start_time(os.getpid())}-{_pid_namespace()}-{uuid.uuid4().hex[:8]}"
 
 
 def is_dead(name: str) -> bool:
-    """Whether `name` ends with the identity of a supervisor whose process is no more."""
+    """Whether `name` ends with the identity of a supervisor whose process is no more.
+
+    Of those in other containers that share our file systems nothing can be said, so they pass as alive.
+    """
     match = IDENTITY.fullmatch(name)
-    return match is not None and not is_alive(int(match[1]), int(match[2]))
+    if match is None or int(match[3]) != _pid_namespace():
+        return False
+    return not is_alive(int(match[1]), int(match[2]))
 
 
 def is_alive(pid: int, start_time: int) -> bool:
@@ -45,6 +50,10 @@ def children_of_uid(uid: int | None) -> list[int]:
         except OSError:
             continue
     return found
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def _start_time(pid: int) -> int | None:

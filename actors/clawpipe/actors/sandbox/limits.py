@@ -14,6 +14,7 @@ import re
 import signal
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,13 +86,12 @@ class Group:
     def kill(self) -> None:
         """SIGKILL to everything in it."""
         if self.v2 is not None and (self.v2 / "cgroup.kill").exists():
-            (self.v2 / "cgroup.kill").write_text("1")
+            with suppress(FileNotFoundError):
+                (self.v2 / "cgroup.kill").write_text("1")
             return
         for pid in self._pids():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
 
     def populated(self) -> bool:
         """Whether a process is left in it."""
@@ -121,7 +121,8 @@ class Group:
     def _pids(self) -> list[int]:
         pids: set[int] = set()
         for folder in self.folders:
-            pids.update(int(pid) for pid in (folder / "cgroup.procs").read_text().split())
+            with suppress(FileNotFoundError):  # removed already, and so empty
+                pids.update(int(pid) for pid in (folder / "cgroup.procs").read_text().split())
         return sorted(pids)
 
 
@@ -168,8 +169,10 @@ def open_root(hierarchies: Hierarchies, name: str) -> GroupRoot:
     wanted = {c for c in CONTROLLERS if c not in hierarchies.v1}
     for parent in sorted(_v2_parents(hierarchies), key=lambda folder: -len(_available(folder, wanted))):
         available = _available(parent, wanted)
-        if _enable(parent, available) and _try_mkdir(parent / name) and _enable(parent / name, available):
-            return GroupRoot(v1, parent / name, available)
+        if _enable(parent, available) and _try_mkdir(parent / name):
+            if _enable(parent / name, available):
+                return GroupRoot(v1, parent / name, available)
+            _remove(parent / name)
     if hierarchies.v2 is not None and _try_mkdir(hierarchies.v2 / name):
         return GroupRoot(v1, hierarchies.v2 / name, ())  # no limits there, but everything dies at once
     return GroupRoot(v1, None, ())
@@ -197,28 +200,30 @@ def _enable(folder: Path, controllers: set[str]) -> bool:
     moved into a group below it, which changes nothing for them.
     """
     try:
-        missing = controllers - set((folder / "cgroup.subtree_control").read_text().split())
-        request = " ".join(f"+{controller}" for controller in sorted(missing))
-        if missing:
-            try:
-                (folder / "cgroup.subtree_control").write_text(request)
-            except OSError as error:
-                if error.errno != errno.EBUSY or (folder.parent / "cgroup.procs").exists():
-                    raise
-                _vacate(folder)
-                (folder / "cgroup.subtree_control").write_text(request)
-    except OSError:
-        return False
+        _hand_down(folder, controllers)
+    except OSError as error:
+        if error.errno != errno.EBUSY or (folder.parent / "cgroup.procs").exists():
+            return False
+        try:
+            _vacate(folder)
+            _hand_down(folder, controllers)
+        except OSError:
+            return False
     return True
+
+
+def _hand_down(folder: Path, controllers: set[str]) -> None:
+    control = folder / "cgroup.subtree_control"
+    missing = controllers - set(control.read_text().split())
+    if missing:
+        control.write_text(" ".join(f"+{controller}" for controller in sorted(missing)))
 
 
 def _vacate(folder: Path) -> None:
     (folder / "clawpipe-host").mkdir(exist_ok=True)
     for pid in (folder / "cgroup.procs").read_text().split():
-        try:
+        with suppress(ProcessLookupError):
             (folder / "clawpipe-host" / "cgroup.procs").write_text(pid)
-        except ProcessLookupError:
-            continue
 
 
 def _try_mkdir(folder: Path) -> bool:
@@ -280,8 +285,7 @@ def _clear(folder: Path, timeout_s: float = 5.0) -> None:
     while sum(not group.remove() for group in groups) and time.monotonic() < deadline:
         time.sleep(0.005)
         for group in groups:
-            if group.folders[0].exists():
-                group.kill()
+            group.kill()
     while not _remove(folder) and time.monotonic() < deadline:
         time.sleep(0.005)
 

@@ -48,16 +48,16 @@ class RootGround:
 
     async def prepare(self, rootfs: Path) -> None:
         """Enters the namespaces. SandboxError when root may not do that here."""
-        rootfs_fd = kernel.clone_mount(str(rootfs), read_only=True)
         try:
-            await self._forking.run(partial(_enter, self._base, rootfs_fd, rootfs))
+            with ExitStack() as clones:
+                rootfs_fd = kernel.clone_mount(str(rootfs), read_only=True)
+                clones.callback(os.close, rootfs_fd)
+                await self._forking.run(partial(_enter, self._base, rootfs_fd, rootfs))
         except OSError as error:
             raise SandboxError(
                 f"sandbox: root may not make its own mounts here ({error.strerror or error}); give the process "
-                "CAP_SYS_ADMIN or run it as an ordinary user"
+                "CAP_SYS_ADMIN on a kernel from 5.12 on, or run it as an ordinary user"
             ) from error
-        finally:
-            os.close(rootfs_fd)
         self._home_net = await self._forking.run(partial(kernel.namespace, "net"))
 
     async def probe_overlay(self, uid: int) -> None:

@@ -134,7 +134,8 @@ class Chat:
     def whole(self, ask: Ask, answer: Answer) -> bytes:
         """The `chat.completion` object."""
         turn = answer.turn
-        message: dict[str, Any] = {"role": "assistant", "content": turn.text or None, "refusal": None}
+        content = turn.text or (None if turn.calls else "")
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if turn.thinking:
             message["reasoning_content"] = turn.thinking
         if turn.calls:
