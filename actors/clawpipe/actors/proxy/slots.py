@@ -236,7 +236,8 @@ class Slots:
         listener.close()
         if isinstance(message, link.Settle):
             num_cut = sum(entry.cut for entry in session.entries)
-            await slot.send(link.Settled(num_calls=len(session.entries), num_cut=num_cut))
+            settled = link.Settled(num_calls=len(session.entries), num_cut=num_cut, num_aborted=session.num_aborted)
+            await slot.send(settled)
             message, _ = await slot.expect(link.Close)
         assert isinstance(message, link.Close)
         await self._conclude(delivery, message, session)
