@@ -16,6 +16,7 @@ import anyio
 import httpx
 import msgspec
 import pytest
+from psutil import STATUS_STOPPED, Process
 
 from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline import runtime as runtimes
@@ -170,6 +171,7 @@ def test_a_killed_role_leaves_an_orphan_that_the_next_start_ends(runtime: Runtim
         orphans = processes(runtime)
         for pid in orphans:
             os.kill(pid, signal.SIGSTOP)  # what is stopped does not hear that its parent died
+        until(lambda: all(Process(pid).status() == STATUS_STOPPED for pid in orphans))
         process.kill()
         process.wait()
     assert set(orphans) <= set(processes(runtime))

@@ -24,6 +24,7 @@ from clawpipe.actors.engines.transfer import (
     apply,
     check_tensors,
     model_shapes,
+    unhealthy,
 )
 from clawpipe.actors.engines.vllm import ready_for_weights
 from clawpipe.pipeline.broker import Broker
@@ -271,21 +272,23 @@ def test_a_server_that_is_not_up_yet_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "health", "ailment"),
-    [
-        ("3", 200, ""),
-        ("4", 200, "it serves version '4' after it was given 3"),
-        ("3", 503, "its health check gave status 503"),
-    ],
+    ("served", "complaint"), [("3", ""), ("default", "it serves version 'default' after it was given 3")]
 )
-def test_health_is_an_answer_and_the_version_that_was_given(served: str, health: int, ailment: str) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(health if request.url.path == "/health" else 200, json={"weight_version": served})
-
+def test_an_engine_that_serves_another_version_than_it_was_given_is_found_out(served: str, complaint: str) -> None:
     async def look() -> str:
         replica = Replica("vllm-0", "http://engine", version=3, healthy=True)
         keeper = WeightPusher(None, PushConfig(), SHAPES, EventLog("engine"))  # type: ignore[arg-type]
-        async with httpx.AsyncClient(base_url="http://engine", transport=httpx.MockTransport(answer)) as client:
-            return await keeper.ailment(replica, client, 5)
+        async with FakeEngine(served=served).client() as client:
+            return await keeper.wrong_version(replica, client, 5)
 
-    assert anyio.run(look) == ailment
+    assert anyio.run(look) == complaint
+
+
+@pytest.mark.parametrize(("status", "complaint"), [(200, ""), (503, "its health check gave status 503")])
+def test_a_health_check_is_its_status(status: int, complaint: str) -> None:
+    async def look() -> str:
+        transport = httpx.MockTransport(lambda request: httpx.Response(status))
+        async with httpx.AsyncClient(base_url="http://engine", transport=transport) as client:
+            return await unhealthy(client, 5)
+
+    assert anyio.run(look) == complaint

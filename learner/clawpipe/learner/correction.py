@@ -30,7 +30,8 @@ class Correction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Truncated importance sampling per token (Yao et al. 2025, "Your efficient RL framework ...").
+    """Truncated importance sampling per token (Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
+    Off-Policy RL Training").
 
     w = min(rho, c(s)), c(s) = 1 + (cap - 1) * decay^s: with decay < 1 the cap tightens with staleness s.
     """

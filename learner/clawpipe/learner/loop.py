@@ -33,7 +33,7 @@ from clawpipe.learner.update import Objective, Policy, update
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.observe import EventLog, Progress
-from clawpipe.pipeline.processes import OWNER, start
+from clawpipe.pipeline.processes import OWNER, start, sweep
 from clawpipe.pipeline.records import StreamCursor, WeightVersion
 from clawpipe.pipeline.runtime import Runtime
 
@@ -232,15 +232,19 @@ async def _run_ranks(config: Config, runtime: Runtime) -> None:
         *("run", "learner", "--run-dir", runtime.run_dir),
     ]
     log = runtime.path("logs", "learner.log")
-    owner = os.environ.get(OWNER, runtime.run_id)
+    owner = f"{os.environ.get(OWNER, f'{runtime.run_id}/learner')}/ranks"
     env = {"OMP_NUM_THREADS": str(config.learner.threads)}
-    async with (
-        start(argv, log=log, owner=owner, name="torchrun", env=env, grace_s=RANKS_GRACE_S) as child,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(_pass_on_signals, child.pid)
-        code = await child.wait()
-        tasks.cancel_scope.cancel()
+    try:
+        async with (
+            start(argv, log=log, owner=owner, name="torchrun", env=env, grace_s=RANKS_GRACE_S) as child,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(_pass_on_signals, child.pid)
+            code = await child.wait()
+            tasks.cancel_scope.cancel()
+    finally:
+        # Ranks are in sessions of their own and outlive a torchrun that was killed.
+        sweep(owner)
     if code:
         # Not a ClawpipeError: a rank that was killed is a reason to start again.
         raise SystemExit(1)

@@ -17,8 +17,6 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 def check(config: Config, offline: bool) -> Report:
     """Problems that would end the learner, one line each. `offline`: without looking at this machine."""
     problems = _layout(config)
-    if config.algorithm.eps_low >= 1.0:
-        problems.append("[algorithm] eps_low must be below 1: a ratio is never negative")
     if config.schedule.groups_per_step * config.schedule.group_size < config.learner.minibatches:
         problems.append(
             f"[learner] minibatches = {config.learner.minibatches} is more than the rollouts of a batch "

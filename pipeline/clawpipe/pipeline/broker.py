@@ -11,8 +11,8 @@ timeout, readers go on at the sequence they had reached.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -52,6 +52,8 @@ T = TypeVar("T")
 
 ACK_WAIT_S = 30.0
 FETCH_WAIT_S = 2.0
+MORE_WAIT_S = 0.02
+CONSUMER_IDLE_S = 60.0
 POLL_S = 0.2
 RETRY_S = 0.2
 RECORDS_PER_FETCH = 256
@@ -271,20 +273,9 @@ class Broker:
 
         Back-pressure is the iterator itself: nothing more is fetched than the caller takes.
         """
-        position = max(1, start_sequence)
-        while True:
-            sub = await self._subscribe(self._records, f"{self._prefix}.records.>", position)
-            try:
-                while True:
-                    messages = await self._fetch(sub)
-                    for msg in messages:
-                        position = int(msg.metadata.sequence.stream) + 1
-                        yield position - 1, self._record(msg)
-            except (*_LOST, nats.js.errors.Error):
-                await anyio.sleep(RETRY_S)
-            finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                    await _unsubscribe(sub)
+        async with aclosing(self._read(self._records, f"{self._prefix}.records.>", start_sequence)) as messages:
+            async for msg in messages:
+                yield int(msg.metadata.sequence.stream), self._record(msg)
 
     def _record(self, msg: Msg) -> CallRecord | RolloutManifest:
         decode = _decode_call if msg.subject.startswith(f"{self._prefix}.records.call.") else _decode_manifest
@@ -341,19 +332,9 @@ class Broker:
 
     async def pushes(self) -> AsyncIterator[PushReport]:
         """All push reports of the run from its start, then new ones; never ends."""
-        position = 1
-        while True:
-            sub = await self._subscribe(self._weights, f"{self._prefix}.weights.applied", position)
-            try:
-                while True:
-                    for msg in await self._fetch(sub):
-                        position = int(msg.metadata.sequence.stream) + 1
-                        yield _decode_push(msg.data)
-            except (*_LOST, nats.js.errors.Error):
-                await anyio.sleep(RETRY_S)
-            finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                    await _unsubscribe(sub)
+        async with aclosing(self._read(self._weights, f"{self._prefix}.weights.applied")) as messages:
+            async for msg in messages:
+                yield _decode_push(msg.data)
 
     # Control ---------------------------------------------------------------------------------------------
 
@@ -362,23 +343,14 @@ class Broker:
         await self._put(f"engine.{state.name}", encode(state))
 
     async def engines(self) -> AsyncIterator[dict[str, EngineState]]:
-        """All engines' entries now, and again whenever one changes; never ends."""
-        last: dict[str, EngineState] | None = None
-        while True:
-            now = await self._tolerant(self._engine_states)
-            if now is not None and now != last:
-                last = now
-                yield now
-            await anyio.sleep(POLL_S)
-
-    async def _engine_states(self) -> dict[str, EngineState]:
-        bucket = await self._js.key_value(self._control)
-        try:
-            keys = [key for key in await bucket.keys() if key.startswith("engine.")]
-        except nats.js.errors.NoKeysError:
-            return {}
-        states = [_decode_engine((await bucket.get(key)).value or b"") for key in sorted(keys)]
-        return {state.name: state for state in states}
+        """All engines' entries, again whenever one changes; never ends."""
+        states: dict[str, EngineState] = {}
+        async with aclosing(self._read(f"KV_{self._control}", f"$KV.{self._control}.engine.>")) as messages:
+            async for msg in messages:
+                state = _decode_engine(msg.data)
+                if states.get(state.name) != state:
+                    states = {**states, state.name: state}
+                    yield states
 
     async def request_drain(self) -> None:
         """Asks the run to stop admitting rollouts and to end when those in flight have ended."""
@@ -479,12 +451,27 @@ class Broker:
         except (*_LOST, nats.js.errors.NotFoundError):
             return None
 
+    async def _read(self, stream: str, subject: str, position: int = 1) -> AsyncGenerator[Msg, None]:
+        """The messages of a stream from sequence `position` on, for ever, whatever happens to the server."""
+        while True:
+            sub = await self._subscribe(stream, subject, max(1, position))
+            try:
+                while True:
+                    for msg in await _fetch(sub):
+                        position = int(msg.metadata.sequence.stream) + 1
+                        yield msg
+            except (*_LOST, nats.js.errors.Error):
+                await anyio.sleep(RETRY_S)
+            finally:
+                with anyio.CancelScope(shield=True), anyio.move_on_after(1):
+                    await _unsubscribe(sub)
+
     async def _subscribe(self, stream: str, subject: str, position: int) -> Any:
         config = ConsumerConfig(
             deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
             opt_start_seq=position,
             ack_policy=AckPolicy.NONE,
-            inactive_threshold=300,
+            inactive_threshold=CONSUMER_IDLE_S,
             mem_storage=True,
         )
         while True:
@@ -493,21 +480,22 @@ class Broker:
             except (*_LOST, nats.js.errors.ServerError):
                 await anyio.sleep(RETRY_S)
 
-    async def _fetch(self, sub: Any) -> list[Msg]:
-        """At least one message, or none after FETCH_WAIT_S; more only if they are there already.
 
-        A consumer that is gone (server restarted) shows as an error of `consumer_info`, which the caller handles.
-        """
-        try:
-            first: list[Msg] = await sub.fetch(1, timeout=FETCH_WAIT_S)
-        except nats.errors.TimeoutError:
-            await sub.consumer_info()
-            return []
-        try:
-            more: list[Msg] = await sub.fetch(RECORDS_PER_FETCH, timeout=0.02)
-            return first + more
-        except nats.errors.TimeoutError:
-            return first
+async def _fetch(sub: Any) -> list[Msg]:
+    """At least one message, or none after FETCH_WAIT_S; more only if they are there already.
+
+    A consumer that is gone (server restarted) shows as an error of `consumer_info`, which the caller handles.
+    """
+    try:
+        first: list[Msg] = await sub.fetch(1, timeout=FETCH_WAIT_S)
+    except TimeoutError:
+        await sub.consumer_info()
+        return []
+    try:
+        more: list[Msg] = await sub.fetch(RECORDS_PER_FETCH, timeout=MORE_WAIT_S)
+        return first + more
+    except TimeoutError:
+        return first
 
 
 async def _unsubscribe(sub: Any) -> None:

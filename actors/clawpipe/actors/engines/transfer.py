@@ -69,17 +69,17 @@ class WeightPusher:
                     async with self._rolling:
                         await self._push(replica, client, weights)
 
-    async def ailment(self, replica: Replica, client: httpx.AsyncClient, timeout_s: float) -> str:
-        """What is wrong with a replica that ought to be healthy; empty when nothing is. Never looks during a push."""
+    async def wrong_version(self, replica: Replica, client: httpx.AsyncClient, timeout_s: float) -> str:
+        """Whether a replica serves something else than it was given, in words; empty when not.
+
+        Asked between two pushes; EngineCore itself answers, so one that hangs is found out too.
+        """
         async with self._rolling:
             try:
                 with anyio.fail_after(timeout_s):
-                    health = await client.get("/health")
-                    if health.status_code != 200:  # a dead core would leave any other question unanswered
-                        return f"its health check gave status {health.status_code}"
                     served = await served_version(client)
             except (httpx.HTTPError, TimeoutError) as err:
-                return f"its health check failed: {err!r}"
+                return f"it does not say which version it serves: {err!r}"
         if replica.version is not None and served != str(replica.version):
             return f"it serves version {served!r} after it was given {replica.version}"
         return ""
@@ -138,6 +138,16 @@ async def apply(client: httpx.AsyncClient, weights: WeightVersion, *, clear_cach
     except (httpx.HTTPError, TimeoutError) as err:
         raise PushFailed(f"weight version {version}: {step} failed: {err!r}") from err
     return time.perf_counter() - started
+
+
+async def unhealthy(client: httpx.AsyncClient, timeout_s: float) -> str:
+    """What is wrong with an engine that ought to be healthy, in words; empty when nothing is."""
+    try:
+        with anyio.fail_after(timeout_s):
+            status = (await client.get("/health")).status_code
+    except (httpx.HTTPError, TimeoutError) as err:
+        return f"its health check failed: {err!r}"
+    return "" if status == 200 else f"its health check gave status {status}"
 
 
 async def served_version(client: httpx.AsyncClient) -> str:

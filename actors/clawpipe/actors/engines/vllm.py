@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -20,7 +21,7 @@ import msgspec
 
 from clawpipe.actors.engines.plugin import BACKEND
 from clawpipe.actors.engines.server import ServerSettings, running
-from clawpipe.actors.engines.transfer import PushFailed, Replica, WeightPusher, model_shapes
+from clawpipe.actors.engines.transfer import PushFailed, Replica, WeightPusher, model_shapes, unhealthy
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import EngineError
@@ -28,7 +29,7 @@ from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.processes import Child
 from clawpipe.pipeline.runtime import Runtime
 
-HEALTH_TIMEOUT_S = 60.0  # EngineCore answers between two steps, and a long prompt is one step
+ANSWER_TIMEOUT_S = 60.0  # EngineCore answers between two steps, and a long prompt is one step
 STABLE_S = 300.0  # an engine that lived this long starts with a clean record
 FIRST_PAUSE_S = 0.5
 LAST_PAUSE_S = 30.0
@@ -136,7 +137,10 @@ class _Keeper:
         await self._set(replica, healthy=True)
         async with _client(replica.url) as client, anyio.create_task_group() as group:
             group.start_soon(self._follow_weights, replica, client, loss)
-            group.start_soon(self._watch_health, replica, client, loss)
+            # Apart from each other: a question that a dead EngineCore leaves open must not hold up the other.
+            group.start_soon(self._watch, partial(unhealthy, client, ANSWER_TIMEOUT_S), loss)
+            asks_version = partial(self.pusher.wrong_version, replica, client, ANSWER_TIMEOUT_S)
+            group.start_soon(self._watch, asks_version, loss)
             if child is not None:
                 group.start_soon(_watch_process, child, loss)
             reason = await loss.wait()
@@ -150,10 +154,10 @@ class _Keeper:
         except PushFailed as err:
             loss.declare(str(err))
 
-    async def _watch_health(self, replica: Replica, client: httpx.AsyncClient, loss: _Loss) -> None:
+    async def _watch(self, check: Callable[[], Awaitable[str]], loss: _Loss) -> None:
         while True:
             await anyio.sleep(self.config.engines.health_interval_s)
-            if reason := await self.pusher.ailment(replica, client, HEALTH_TIMEOUT_S):
+            if reason := await check():
                 loss.declare(reason)
 
     async def _set(self, replica: Replica, *, healthy: bool) -> None:
@@ -184,7 +188,7 @@ async def ready_for_weights(client: httpx.AsyncClient, name: str) -> bool:
     EngineError when it never will: started without the routes for weights, or left paused by a push that broke.
     """
     try:
-        response = await client.get("/is_paused", timeout=HEALTH_TIMEOUT_S)
+        response = await client.get("/is_paused", timeout=ANSWER_TIMEOUT_S)
     except httpx.HTTPError:
         return False
     if response.status_code == 404:
