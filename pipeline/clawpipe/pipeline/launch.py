@@ -35,6 +35,7 @@ from clawpipe.pipeline.processes import free_port, start, sweep
 from clawpipe.pipeline.runtime import Runtime
 
 RESTART_PAUSE_S = 1.0
+ROLES_THAT_END = ("proxy", "actor", "pipeline", "learner")
 MAX_RESTARTS = 5
 NATS_START_TIMEOUT_S = 30.0
 LEARNER_END_TIMEOUT_S = 120.0
@@ -232,11 +233,11 @@ def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str] |
 
 
 async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
-    """Starts the role again whenever it dies; a clean end of pipeline and learner is an end."""
+    """Starts the role again whenever it dies; some end by themselves when the run is finished or drained."""
     for restart in range(MAX_RESTARTS + 1):
         async with start(argv, log=run.log(role), owner=run.owner(role), name=role) as child:
             code = await child.wait()
-        if code == 0 and role in ("pipeline", "learner"):
+        if code == 0 and role in ROLES_THAT_END:
             run.ended[role].set()
             return
         if run.stopping:
