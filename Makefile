@@ -19,7 +19,7 @@ test: setup
 	$(BIN)/python -m pytest $(ARGS)
 
 test-deep: setup
-	HYPOTHESIS_PROFILE=deep $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+	CLAWPIPE_HYPOTHESIS=deep $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
 
 check: setup
 	$(BIN)/ruff check $(ROOMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -38,8 +39,6 @@ class RunningNats:
 
 
 def _await_ready(url: str) -> None:
-    import socket
-
     host, port = url.removeprefix("nats://").split(":")
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:

@@ -55,10 +55,6 @@ def request(index: int) -> RolloutRequest:
     return RolloutRequest(rollout_id=f"r-{index}", group_id="g-0", task_id="t/0", harness="agentloop")
 
 
-async def connected(server) -> Broker:
-    return Broker.connect(server.url, server.token)
-
-
 async def take(iterator, count):
     found = []
     with anyio.fail_after(20):
@@ -149,11 +145,18 @@ async def test_a_late_reader_of_weights_gets_the_newest_version_only(nats_server
 async def test_engine_states_and_the_drain_mark_are_seen(nats_server):
     async with Broker.connect(nats_server.url, nats_server.token) as broker:
         await broker.setup(1024**3)
+        early = broker.engines()
+        assert await take_one(early) == {}
         state = EngineState(name="0", url="http://x", version=3, healthy=True)
         await broker.set_engine(state)
-        reader = broker.engines()
-        assert await take_one(reader) == {"0": state}
-        await reader.aclose()
+        assert await take_one(early) == {"0": state}
+        late = broker.engines()
+        assert await take_one(late) == {"0": state}
+        newer = EngineState(name="0", url="http://x", version=4, healthy=True)
+        await broker.set_engine(newer)
+        for reader in (early, late):
+            assert await take_one(reader) == {"0": newer}
+            await reader.aclose()
         with anyio.move_on_after(0.5) as scope:
             await broker.drained()
         assert scope.cancelled_caught

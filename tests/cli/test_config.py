@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline.checks import run_checks
 from clawpipe.pipeline.cli import parse_overrides
 from clawpipe.pipeline.errors import ConfigError
 
@@ -34,7 +36,8 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[modle]\n", r"unknown key `modle` in the top level"),
         ("[model]\npath = 'x'", r"model: set exactly one of `path` and \[model\.tiny\]"),
         ("[learner.parallel]\nprocesses = 3\ntensor = 2", r"processes = 3 is not a multiple"),
-        ("[learner.parallel]\nprocesses = 2\ntensor = 2", r"set it so"),
+        ("[learner.parallel]\nprocesses = 2\ntensor = 2", r"set expert_tensor = 2"),
+        ("[learner.parallel]\nprocesses = 4\ntensor = 2\nexpert = 2\nexpert_tensor = 2", r"set expert_tensor = 1"),
         ("[[harness]]\nkind = 'agentloop'", r"two \[\[harness\]\] entries share a name"),
     ],
 )
@@ -55,7 +58,7 @@ def test_a_missing_file_is_named(tmp_path):
 
 
 def test_text_that_is_not_toml_is_refused_with_its_place(tmp_path):
-    with pytest.raises(ConfigError, match="not valid TOML: .*line 1"):
+    with pytest.raises(ConfigError, match=r"not valid TOML: .*line 1"):
         configuration.load(written(tmp_path, "a = = 1"))
 
 
@@ -86,8 +89,8 @@ def test_a_stored_configuration_reads_back_the_same(tmp_path):
     assert configuration.restore(stored) == loaded
 
 
-def test_every_shipped_configuration_loads():
+def test_every_shipped_configuration_passes_the_offline_check():
     found = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
-    assert len(found) >= 2
+    assert [path.stem for path in found] == ["clawgym", "agentloop_grpo", "quickstart"]
     for path in found:
-        configuration.load(path)
+        assert run_checks(configuration.load(path), offline=True).problems == (), path

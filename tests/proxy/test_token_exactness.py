@@ -18,6 +18,7 @@ from clawpipe.actors.proxy.identity import Session
 from clawpipe.actors.proxy.render import Encoder
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import CallRecord, FinishReason, Role, ints
+from clawpipe.pipeline.tree import resolve
 
 END = "<|im_end|>"
 NEXT = "<|im_start|>assistant\n"
@@ -107,7 +108,7 @@ def make_calls(renderer, parser, sampler):
     return make
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(conversation=turns)
 def test_a_replayed_history_is_the_sampled_tokens_and_nothing_is_encoded_twice(
     conversation, make_calls, sampler, make_sampled, renderer, tools
@@ -164,6 +165,8 @@ def test_a_replayed_history_is_the_sampled_tokens_and_nothing_is_encoded_twice(
         assert shared + ints(record.prompt_delta).tolist() == prompt
         assert record.graft_broken is None
         rebuilt[record.call_id] = prompt + ints(record.completion_ids).tolist()
+    for made in resolve(stream.records):
+        assert made.prompt_tokens + len(made.completion) == len(rebuilt[made.call_id])
     for earlier, record in zip(stream.records, stream.records[1:], strict=False):
         assert record.parent_tokens == len(rebuilt[earlier.call_id])
 

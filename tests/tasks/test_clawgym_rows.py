@@ -13,7 +13,7 @@ from clawpipe.actors.tasks.load import load_tasks
 from clawpipe.pipeline.config import ClawGymTasksConfig, FilingTasksConfig
 from clawpipe.pipeline.errors import TaskError
 
-SHARED = Path(os.environ.get("CLAWPIPE_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "clawgym"
+ROWS = Path(os.environ.get("CLAWGYM_ROWS", "no-rows"))  # a folder with train.jsonl and eval.jsonl
 HOOK = "python3 reward/test.py /root/.openclaw/workspace"
 
 
@@ -143,10 +143,10 @@ def test_sources_are_told_apart_by_their_names(tmp_path: Path) -> None:
     assert list(tasks) == ["filing/task_00000", "filing/task_00001", "clawgym/x/7"]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the ClawGym rows in {SHARED}")
+@pytest.mark.skipif(not ROWS.is_dir(), reason="needs ClawGym's rows; name their folder in CLAWGYM_ROWS")
 @pytest.mark.parametrize(("name", "count"), [("train", 79), ("eval", 55)])
 def test_every_published_row_loads_and_hides_its_verifier(name: str, count: int) -> None:
-    path = SHARED / f"{name}.jsonl"
+    path = ROWS / f"{name}.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     tasks = load_tasks([ClawGymTasksConfig(path=str(path), name="gym")])
     assert len(tasks) == len(rows) == count
@@ -159,9 +159,9 @@ def test_every_published_row_loads_and_hides_its_verifier(name: str, count: int)
         assert task.task_id == "gym/" + given["origin_template"].split()[2]
 
 
-@pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the ClawGym rows in {SHARED}")
+@pytest.mark.skipif(not ROWS.is_dir(), reason="needs ClawGym's rows; name their folder in CLAWGYM_ROWS")
 def test_published_rows_without_inputs_and_with_foreign_names_load() -> None:
-    tasks = load_tasks([ClawGymTasksConfig(path=str(SHARED / "train.jsonl"), name="gym")])
+    tasks = load_tasks([ClawGymTasksConfig(path=str(ROWS / "train.jsonl"), name="gym")])
     assert not tasks["gym/train/task_0176"].files
     assert not tasks["gym/train/task_0177"].files
     assert any(not path.isascii() for path in tasks["gym/train/task_0891"].files)

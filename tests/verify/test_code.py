@@ -21,8 +21,8 @@ from clawpipe.actors.verify.score import Graded
 from clawpipe.pipeline.config import ClawGymTasksConfig, FilingTasksConfig, SandboxConfig, VerifyConfig
 from clawpipe.pipeline.errors import SandboxError
 
-SHARED = Path(os.environ.get("CLAWPIPE_SHARED", Path(__file__).parents[3] / "shared")) / "data" / "clawgym"
-needs_rows = pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the ClawGym rows in {SHARED}")
+ROWS = Path(os.environ.get("CLAWGYM_ROWS", "no-rows"))  # a folder with train.jsonl and eval.jsonl
+needs_rows = pytest.mark.skipif(not ROWS.is_dir(), reason="needs ClawGym's rows; name their folder in CLAWGYM_ROWS")
 pytestmark = [
     pytest.mark.sandbox,
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("bwrap") is None, reason="needs bubblewrap and root"),
@@ -65,7 +65,7 @@ def grade_one(tmp_path: Path, task: Task, left: Snapshot, **settings: Any) -> An
 
 
 def gym(split: str, number: str) -> Task:
-    source = ClawGymTasksConfig(path=str(SHARED / f"{split}.jsonl"), name="gym", ids=(f"{split}/task_{number}",))
+    source = ClawGymTasksConfig(path=str(ROWS / f"{split}.jsonl"), name="gym", ids=(f"{split}/task_{number}",))
     return load_tasks([source])[f"gym/{split}/task_{number}"]
 
 
@@ -353,7 +353,7 @@ def test_a_workspace_at_its_limit_can_still_be_graded(tmp_path: Path) -> None:
 @needs_rows
 @pytest.mark.slow
 def test_every_published_grader_has_a_verdict_on_the_untouched_workspace(tmp_path: Path) -> None:
-    sources = [ClawGymTasksConfig(path=str(SHARED / f"{name}.jsonl"), name=name) for name in ("train", "eval")]
+    sources = [ClawGymTasksConfig(path=str(ROWS / f"{name}.jsonl"), name=name) for name in ("train", "eval")]
     tasks = load_tasks(sources)
     verdicts = grade_all(tmp_path, *((task, snapshot(task.files)) for task in tasks.values()))
     notes = {task: verdict.note for task, verdict in zip(tasks, verdicts, strict=True) if verdict.note}

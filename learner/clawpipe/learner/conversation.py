@@ -104,15 +104,11 @@ class Conversation:
 @contextmanager
 def connect(nats: NatsConfig, runtime: Runtime) -> Iterator[Conversation]:
     """A conversation over a connection of its own. BrokerError when NATS does not answer."""
-    with start_blocking_portal("asyncio") as portal:
-        broker = Broker.connect(
-            runtime.nats_url,
-            runtime.nats_token,
-            prefix=nats.prefix,
-            timeout_s=nats.connect_timeout_s,
-        )
-        with portal.wrap_async_context_manager(broker) as connected:
-            yield Conversation(portal, connected)
+    with (
+        start_blocking_portal("asyncio") as portal,
+        portal.wrap_async_context_manager(Broker.of_run(runtime, nats)) as broker,
+    ):
+        yield Conversation(portal, broker)
 
 
 def _expect(reply: LearnerReply, kind: type[Reply]) -> Reply:

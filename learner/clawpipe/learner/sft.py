@@ -25,7 +25,7 @@ from clawpipe.learner.optimizer import MuonAdamW, Optimizer
 from clawpipe.pipeline.config import ColdStartConfig, Config, ParallelConfig
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.forest import Batch, RolloutRow
-from clawpipe.pipeline.observe import Progress, start_log
+from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.packing import Path, Trainable, pack
 from clawpipe.pipeline.runtime import Runtime
 
@@ -58,7 +58,7 @@ def main(config: Config, runtime: Runtime) -> None:
     recipe, tiny = config.model.coldstart, config.model.tiny
     if recipe is None or tiny is None:
         raise LearnerError("the role `coldstart` needs [model.tiny] and [model.coldstart]; add them, or do not run it")
-    log = start_log("coldstart", config.observe.level)
+    log = EventLog("coldstart")
     progress = Progress(runtime.path(), "coldstart", "cold start")
     torch.set_num_threads(config.learner.threads)
     source = FilePath(runtime.init_model_dir)

@@ -106,8 +106,8 @@ def check_split(shape: ModelShape, parallel: ParallelConfig) -> None:
 
 
 def check_layout(parallel: ParallelConfig, world_size: int) -> None:
-    """Refuses a layout that cannot run or gives wrong gradients. Raises LearnerError with the reason."""
-    tensor, expert, expert_tensor = parallel.tensor, parallel.expert, parallel.expert_tensor
+    """Refuses what `ParallelConfig` lets through and this learner cannot run. Raises LearnerError with the reason."""
+    experts_over = parallel.expert * parallel.expert_tensor
     if world_size != parallel.processes:
         raise LearnerError(
             f"[learner.parallel] processes = {parallel.processes}, but {world_size} processes started; "
@@ -118,18 +118,8 @@ def check_layout(parallel: ParallelConfig, world_size: int) -> None:
             f"[learner.parallel] pipeline = {parallel.pipeline}: the learner has no pipeline schedule; "
             "set pipeline = 1 and use tensor or expert"
         )
-    if tensor > 1 and expert == 1 and expert_tensor != tensor:
+    if world_size % experts_over:
         raise LearnerError(
-            f"[learner.parallel] tensor = {tensor}, expert = 1, expert_tensor = {expert_tensor} gives wrong expert "
-            f"gradients: the experts would see other tokens than their copies; set expert_tensor = {tensor}"
-        )
-    if expert > 1 and expert_tensor != 1:
-        raise LearnerError(
-            f"[learner.parallel] expert = {expert}, expert_tensor = {expert_tensor}: the token exchange cannot carry "
-            "unequal counts through both; set expert_tensor = 1"
-        )
-    if world_size % tensor or world_size % (expert * expert_tensor):
-        raise LearnerError(
-            f"[learner.parallel] {world_size} processes are not a multiple of tensor = {tensor} and of "
-            f"expert x expert_tensor = {expert * expert_tensor}; change processes"
+            f"[learner.parallel] {world_size} processes are not a multiple of expert x expert_tensor = "
+            f"{experts_over}; change processes"
         )

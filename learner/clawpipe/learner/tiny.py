@@ -18,7 +18,7 @@ from clawpipe.learner.safetensor_files import finish_folder
 from clawpipe.learner.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer
 from clawpipe.pipeline.config import Config, TinyModelConfig
 from clawpipe.pipeline.errors import LearnerError
-from clawpipe.pipeline.observe import Progress, start_log
+from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.runtime import Runtime
 
 ROPE_THETA = 10_000.0
@@ -30,7 +30,7 @@ def main(config: Config, runtime: Runtime) -> None:
     tiny = config.model.tiny
     if tiny is None:
         raise LearnerError("the role `model` builds what [model.tiny] describes; add the table, or do not run it")
-    log = start_log("model", config.observe.level)
+    log = EventLog("model")
     progress = Progress(runtime.path(), "model", "building the model", total=3)
     disable_progress_bar()  # it would write into the log, one JSON object per line
     check_sizes(tiny)

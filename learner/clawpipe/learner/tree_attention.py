@@ -1,7 +1,7 @@
 """Core attention over a packed prefix tree, described by one vector and without a dense mask.
 
 The tokens of a forest lie in depth-first order; with end[j] the end of token j's subtree, token i sees token j
-exactly when j <= i < end[j] (design, section 6). The plan cuts the tokens into blocks of whole nodes; a block
+exactly when j <= i < end[j] (`pipeline/forest.py`). The plan cuts the tokens into blocks of whole nodes; a block
 attends to the keys that all its rows see without a mask, to the rest with a small one, and the partial
 results are joined by their log-sum-exp. The gradients of the parts follow exactly from the joined output and
 log-sum-exp (FlashAttention-2, arXiv 2307.08691, section 3.1.2).

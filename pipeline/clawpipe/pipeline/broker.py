@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ from nats.js.api import (
     StreamConfig,
 )
 
+from clawpipe.pipeline.config import NatsConfig
 from clawpipe.pipeline.errors import BrokerError
 from clawpipe.pipeline.records import (
     CallRecord,
@@ -47,6 +48,7 @@ from clawpipe.pipeline.records import (
     WeightVersion,
     encode,
 )
+from clawpipe.pipeline.runtime import Runtime
 
 T = TypeVar("T")
 
@@ -147,14 +149,17 @@ class Broker:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5):
                 await client.close()
 
+    @classmethod
+    def of_run(cls, runtime: Runtime, config: NatsConfig) -> AbstractAsyncContextManager[Broker]:
+        """The connection of one of a run's processes."""
+        return cls.connect(
+            runtime.nats_url, runtime.nats_token, prefix=config.prefix, timeout_s=config.connect_timeout_s
+        )
+
     async def setup(self, max_store_bytes: int) -> None:
         """Creates the streams and the bucket, or finds them as an earlier start left them."""
         p = self._prefix
-        limits: dict[str, Any] = {
-            "storage": StorageType.FILE,
-            "discard": DiscardPolicy.NEW,
-            "num_replicas": 1,
-        }
+        limits: dict[str, Any] = {"storage": StorageType.FILE, "discard": DiscardPolicy.NEW, "num_replicas": 1}
         for config in (
             StreamConfig(
                 name=self._requests,
@@ -183,10 +188,7 @@ class Broker:
         await self._js.add_consumer(
             self._requests,
             ConsumerConfig(
-                durable_name="runners",
-                ack_policy=AckPolicy.EXPLICIT,
-                ack_wait=ACK_WAIT_S,
-                max_ack_pending=-1,
+                durable_name="runners", ack_policy=AckPolicy.EXPLICIT, ack_wait=ACK_WAIT_S, max_ack_pending=-1
             ),
         )
 
@@ -217,12 +219,6 @@ class Broker:
             await anyio.sleep(RETRY_S)
             return None
         return Delivery(_decode_request(msg.data), int(msg.metadata.num_delivered or 1), msg)
-
-    async def purge_requests(self) -> int:
-        """Removes the requests that nobody has taken; those taken may no longer be redelivered either."""
-        before = (await self._js.stream_info(self._requests)).state.messages
-        await self._js.purge_stream(self._requests)
-        return before
 
     async def pending_requests(self) -> tuple[RolloutRequest, ...]:
         """The requests that are not acknowledged yet, taken or not, oldest first."""
@@ -343,14 +339,28 @@ class Broker:
         await self._put(f"engine.{state.name}", encode(state))
 
     async def engines(self) -> AsyncIterator[dict[str, EngineState]]:
-        """All engines' entries, again whenever one changes; never ends."""
-        states: dict[str, EngineState] = {}
-        async with aclosing(self._read(f"KV_{self._control}", f"$KV.{self._control}.engine.>")) as messages:
+        """All engines' entries now, which may be none, and again whenever one changes; never ends."""
+        stream, subjects = f"KV_{self._control}", f"$KV.{self._control}.engine.>"
+        states, position = await self._engine_states(stream, subjects)
+        yield states
+        async with aclosing(self._read(stream, subjects, position + 1)) as messages:
             async for msg in messages:
                 state = _decode_engine(msg.data)
                 if states.get(state.name) != state:
                     states = {**states, state.name: state}
                     yield states
+
+    async def _engine_states(self, stream: str, subjects: str) -> tuple[dict[str, EngineState], int]:
+        """(entries, the stream's last sequence when they were read)."""
+        while True:
+            try:
+                state = (await self._js.stream_info(stream, subjects_filter=subjects)).state
+                entries = [await self._js.get_last_msg(stream, subject) for subject in state.subjects or ()]
+            except (*_LOST, nats.js.errors.NotFoundError):
+                await anyio.sleep(RETRY_S)
+                continue
+            found = [_decode_engine(entry.data or b"") for entry in entries]
+            return {engine.name: engine for engine in found}, state.last_seq
 
     async def request_drain(self) -> None:
         """Asks the run to stop admitting rollouts and to end when those in flight have ended."""
@@ -410,10 +420,6 @@ class Broker:
                 await _unsubscribe(sub)
 
     # Shared ----------------------------------------------------------------------------------------------
-
-    async def flush(self) -> None:
-        """Waits until the server has taken everything that was sent so far."""
-        await self._client.flush()
 
     async def _publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = 30.0) -> None:
         deadline = anyio.current_time() + timeout_s

@@ -7,6 +7,7 @@ import json
 import sys
 import tomllib
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,10 +98,7 @@ def drain(run_dir: RunDir = None) -> None:
     config = configuration.restore(folder / "config.json")
 
     async def ask() -> None:
-        timeout_s = config.nats.connect_timeout_s
-        async with Broker.connect(
-            runtime.nats_url, runtime.nats_token, prefix=config.nats.prefix, timeout_s=timeout_s
-        ) as broker:
+        async with Broker.of_run(runtime, config.nats) as broker:
             await broker.request_drain()
 
     anyio.run(ask)
@@ -166,8 +164,6 @@ def newest_run(root: Path) -> Path:
 
 
 def _stamp() -> str:
-    from datetime import UTC, datetime
-
     return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
@@ -176,13 +172,13 @@ def main() -> None:
     try:
         app()
     except ClawpipeError as err:
-        print(f"clawpipe: {one_line(err)}", file=sys.stderr)  # noqa: T201
+        typer.echo(f"clawpipe: {one_line(err)}", err=True)
         sys.exit(2)
     except BaseExceptionGroup as group:
         known, other = group.split(ClawpipeError)
         if known is None or other is not None:
             raise
-        print(f"clawpipe: {one_line(_first(known))}", file=sys.stderr)  # noqa: T201
+        typer.echo(f"clawpipe: {one_line(_first(known))}", err=True)
         sys.exit(2)
 
 

@@ -1,7 +1,8 @@
 """The configuration: one TOML file, one frozen Struct per table, resolved once by `load`.
 
 Nothing below the process entry points receives the whole `Config`; each part is given its table.
-Relative paths are relative to the folder of the configuration file; `~` is the user's home.
+What a run reads ([model] path, [sandbox] rootfs, [[tasks]] path) is relative to the folder of the configuration
+file, with `~` for the user's home; [run] dir and [push] dir are relative to the current folder.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class RunConfig(_Table, frozen=True, kw_only=True):
     name: str = "run"
     updates: Positive = 100
     seed: int = 0
-    dir: str = "runs"  # the run folder is <dir>/<name>; --run-dir overrides it
-    drain_timeout_s: Seconds = 60.0
+    dir: str = "runs"  # the run folder is <dir>/<name>-<time>; --run-dir overrides it
+    drain_timeout_s: Seconds = 60.0  # how long a drain waits for rollouts in flight
 
 
 class TinyModelConfig(_Table, frozen=True, kw_only=True):
@@ -111,13 +112,13 @@ class EnginesConfig(_Table, frozen=True, kw_only=True):
     port: Port = 0  # of the first embedded engine; 0: free ones
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     eager: bool = False
-    max_num_seqs: Positive = 64
-    kv_cache_gib: Positive = 1
-    threads: Positive = 1
+    max_num_seqs: Positive = 64  # sequences that one engine samples at the same time
+    kv_cache_gib: Positive = 1  # on CPU; a GPU takes what vLLM finds free
+    threads: Positive = 1  # per engine process
     start_timeout_s: Seconds = 600.0
     health_interval_s: Seconds = 5.0
-    max_restarts: NonNegative = 5
-    extra_args: tuple[str, ...] = ()
+    max_restarts: NonNegative = 5  # of one engine, one soon after the other
+    extra_args: tuple[str, ...] = ()  # of the vLLM server, after ours
 
 
 class ProxyConfig(_Table, frozen=True, kw_only=True):
@@ -125,11 +126,11 @@ class ProxyConfig(_Table, frozen=True, kw_only=True):
 
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     max_completion_tokens: Positive = 8192
-    keepalive_s: Seconds = 5.0
-    retry_window_s: Annotated[float, Meta(ge=0)] = 10.0
-    settle_timeout_s: Seconds = 30.0
+    keepalive_s: Seconds = 5.0  # between signs of life to a harness that waits for its answer
+    retry_window_s: Annotated[float, Meta(ge=0)] = 10.0  # an equal request within it gets the same answer
+    settle_timeout_s: Seconds = 30.0  # how long calls in flight may finish when their harness has ended
     engine_wait_s: Seconds = 600.0  # how long a call waits for an engine that restarts
-    publish_timeout_s: Seconds = 30.0
+    publish_timeout_s: Seconds = 30.0  # until NATS has stored a record
 
 
 class SandboxConfig(_Table, frozen=True, kw_only=True):
@@ -139,15 +140,15 @@ class SandboxConfig(_Table, frozen=True, kw_only=True):
     rootfs: str = ""  # empty: prepared from this machine's programs, cached
     slots: Positive = 32  # rollouts at the same time on this host
     wall_clock_s: Seconds = 600.0
-    memory_bytes: Positive = 512 * 1024**2
+    memory_bytes: Positive = 512 * 1024**2  # this and the following: of one sandbox
     cpus: Annotated[float, Meta(gt=0)] = 1.0
     max_processes: Positive = 128
-    workspace_bytes: Positive = 64 * 1024**2
+    workspace_bytes: Positive = 64 * 1024**2  # that an agent may add to its task's files
     workspace_files: Positive = 20_000
-    max_output_bytes: Positive = 4 * 1024**2
-    collect_max_files: Positive = 5_000
+    max_output_bytes: Positive = 4 * 1024**2  # of the harness; more ends it
+    collect_max_files: Positive = 5_000  # in what an agent leaves, its task's files not counted
     collect_max_bytes: Positive = 64 * 1024**2
-    first_uid: Positive = 200_000
+    first_uid: Positive = 200_000  # host uids of the sandboxes count up from here
 
 
 class AgentLoopConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="agentloop"):
@@ -210,11 +211,12 @@ class ReplayConfig(_Table, frozen=True, kw_only=True):
     capacity_tokens: Positive = 50_000_000
     capacity_rollouts: Positive = 100_000
     close_timeout_s: Seconds = 120.0  # how long a manifest waits for its calls
-    leaf_cap: Positive = 16
+    leaf_cap: Positive = 16  # a rollout whose tree has more leaves is dropped whole
 
 
 class ParallelConfig(_Table, frozen=True, kw_only=True):
-    """[learner.parallel]: Megatron-Core's sizes; processes = tensor x pipeline x data, expert divides data."""
+    """[learner.parallel]: Megatron-Core's sizes. `processes` is a multiple of `tensor` and of expert x expert_tensor;
+    `pipeline` must be 1."""
 
     processes: Positive = 1
     tensor: Positive = 1
@@ -230,10 +232,14 @@ class ParallelConfig(_Table, frozen=True, kw_only=True):
             )
         if self.tensor > 1 and self.expert == 1 and self.expert_tensor != self.tensor:
             raise ValueError(
-                "tensor > 1 with expert = 1 gives wrong expert gradients unless expert_tensor = tensor; set it so"
+                f"tensor = {self.tensor}, expert = 1, expert_tensor = {self.expert_tensor} gives wrong expert "
+                f"gradients: experts would see other tokens than their copies; set expert_tensor = {self.tensor}"
             )
         if self.expert > 1 and self.expert_tensor != 1:
-            raise ValueError("expert > 1 needs expert_tensor = 1")
+            raise ValueError(
+                f"expert = {self.expert}, expert_tensor = {self.expert_tensor}: the token exchange cannot carry "
+                "unequal counts through both; set expert_tensor = 1"
+            )
 
 
 class LearnerConfig(_Table, frozen=True, kw_only=True):
@@ -253,7 +259,7 @@ class LearnerConfig(_Table, frozen=True, kw_only=True):
 
 
 class AlgorithmConfig(_Table, frozen=True, kw_only=True):
-    """[algorithm]: GRPO (design, section 5)."""
+    """[algorithm]: GRPO; the formula and its sources are in `learner/loss.py`."""
 
     kind: Literal["grpo"] = "grpo"
     eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
@@ -273,17 +279,17 @@ class CorrectionConfig(_Table, frozen=True, kw_only=True):
 class PushConfig(_Table, frozen=True, kw_only=True):
     """[push]: weights into the running engines."""
 
-    dir: str = "/dev/shm"
+    dir: str = "/dev/shm"  # where versions are staged; every engine reads it
     every_updates: Positive = 1
     clear_cache: bool = True  # running requests get their KV recomputed under the new weights
-    timeout_s: Seconds = 120.0
+    timeout_s: Seconds = 120.0  # of one push into one engine
 
 
 class CheckpointConfig(_Table, frozen=True, kw_only=True):
     """[checkpoint]"""
 
     every_updates: Positive = 10
-    keep_last: Positive = 2
+    keep_last: Positive = 2  # checkpoints on disk
 
 
 class ObserveConfig(_Table, frozen=True, kw_only=True):

@@ -2,7 +2,7 @@
 
 Made by `packing`, served by `batches`, turned into tensors by the learner. One forest is one microbatch:
 its tokens lie in depth-first order, every unique token once. Token i may attend to token j exactly when
-j <= i < end[j]; `end` is the whole attention mask (design, section 6).
+j <= i < end[j]; `end` is the whole attention mask.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ import shutil
 import signal
 import sysconfig
 import uuid
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -211,13 +211,8 @@ async def _setup_broker(run: _Run) -> None:
         await broker.clear_drain()
 
 
-@asynccontextmanager
-async def _broker(run: _Run) -> AsyncIterator[Broker]:
-    nats = run.config.nats
-    async with Broker.connect(
-        run.runtime.nats_url, run.runtime.nats_token, prefix=nats.prefix, timeout_s=nats.connect_timeout_s
-    ) as broker:
-        yield broker
+def _broker(run: _Run) -> AbstractAsyncContextManager[Broker]:
+    return Broker.of_run(run.runtime, run.config.nats)
 
 
 async def _run_once(run: _Run, role: str) -> None:

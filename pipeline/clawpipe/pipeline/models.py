@@ -54,7 +54,7 @@ def model_key(config: Config) -> str:
 
 
 def cache_dir() -> Path:
-    """$CLAWPIPE_CACHE, else clawpipe's folder in the user's cache."""
+    """What clawpipe builds once per machine: $CLAWPIPE_CACHE, else its folder in the user's cache."""
     given = os.environ.get("CLAWPIPE_CACHE")
     root = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(given or f"{root}/clawpipe").expanduser().resolve()

@@ -42,8 +42,6 @@ class _JsonFormatter(logging.Formatter):
             "event": record.getMessage(),
             **getattr(record, "fields", {}),
         }
-        if record.exc_info:
-            fields["error"] = self.formatException(record.exc_info)
         return json.dumps(fields, default=str)
 
 
@@ -53,10 +51,6 @@ class EventLog:
     def __init__(self, role: str) -> None:
         self._logger = logging.getLogger(f"clawpipe.{role}")
 
-    def debug(self, event: str, **fields: Any) -> None:
-        """For somebody who searches a fault."""
-        self._logger.debug(event, extra={"fields": fields})
-
     def info(self, event: str, **fields: Any) -> None:
         """One finished thing."""
         self._logger.info(event, extra={"fields": fields})
@@ -65,13 +59,13 @@ class EventLog:
         """Something that a user may want to change."""
         self._logger.warning(event, extra={"fields": fields})
 
-    def error(self, event: str, *, exc_info: bool = False, **fields: Any) -> None:
+    def error(self, event: str, **fields: Any) -> None:
         """Something failed for good."""
-        self._logger.error(event, exc_info=exc_info, extra={"fields": fields})
+        self._logger.error(event, extra={"fields": fields})
 
 
 def start_log(role: str, level: str = "info") -> EventLog:
-    """Sets this process's logging up; called once at the start of a role."""
+    """Sets this process's logging up, once: `clawpipe run` does it for every role."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter())
     root = logging.getLogger("clawpipe")

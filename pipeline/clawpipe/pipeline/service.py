@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from clawpipe.pipeline.flow import Flow, Order
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.ledger_file import LedgerFile, Stored
 from clawpipe.pipeline.observe import EventLog, start_log, write_json
+from clawpipe.pipeline.pacing import Signal, StreamClock
 from clawpipe.pipeline.records import (
     AskCursor,
     BatchReady,
@@ -42,6 +41,7 @@ from clawpipe.pipeline.records import (
     NotYet,
     Ok,
     PushReport,
+    RolloutRequest,
     Stepped,
     StreamCursor,
 )
@@ -50,6 +50,7 @@ from clawpipe.pipeline.runtime import Runtime
 LEASE_WAIT_S = 1.0  # how long a lease waits for a batch before NotYet
 AUDIT_INTERVAL_S = 60.0
 FINAL_COMMIT_S = 600.0  # from Finished to the learner's last checkpoint
+LAST_AUDIT_S = 10.0
 FAREWELL_S = 2.0  # a learner whose last checkpoint is written already says nothing more
 
 
@@ -86,45 +87,6 @@ def read_tasks(path: Path) -> tuple[str, ...]:
     if not tasks:
         raise ConfigError(f"{path}: the list of tasks is empty; check the [[tasks]] tables")
     return tasks
-
-
-class StreamClock:
-    """Seconds that pass only while records are taken from the stream."""
-
-    def __init__(self) -> None:
-        self._stopped_s = 0.0
-        self._since: float | None = None
-
-    def now(self) -> float:
-        """The time; it stands still while stopped."""
-        return (self._since if self._since is not None else time.monotonic()) - self._stopped_s
-
-    @asynccontextmanager
-    async def stopped(self) -> AsyncIterator[None]:
-        """For as long as nothing is taken."""
-        self._since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._stopped_s += time.monotonic() - self._since
-            self._since = None
-
-
-class Signal:
-    """Wakes everybody who waits for a change of the flow."""
-
-    def __init__(self) -> None:
-        self._event = anyio.Event()
-
-    def fire(self) -> None:
-        """Something has changed."""
-        self._event.set()
-        self._event = anyio.Event()
-
-    async def wait(self, timeout_s: float) -> None:
-        """Until the next change, or the timeout."""
-        with anyio.move_on_after(timeout_s):
-            await self._event.wait()
 
 
 class Service:
@@ -191,18 +153,18 @@ class Service:
                 await self._caught_up(pending)
             self._changed.fire()
             if self._ready.is_set() and self._flow.replay.full:
-                async with self._clock.stopped():
+                with self._clock.stopped():
                     while self._flow.replay.full:
                         await self._changed.wait(1.0)
 
-    async def _what_there_is(self) -> tuple[tuple[Any, ...], int]:
+    async def _what_there_is(self) -> tuple[tuple[RolloutRequest, ...], int]:
         """Requests in the work queue, then the last record: what is in neither will never come."""
         pending = await self._broker.pending_requests()
         last = await self._broker.last_records_sequence()
         there = await self._broker.has_records(self._start.sequence)
         return pending, last if there else 0
 
-    async def _caught_up(self, pending: tuple[Any, ...]) -> None:
+    async def _caught_up(self, pending: tuple[RolloutRequest, ...]) -> None:
         if self._anchor is not None:
             restart.complete(self._flow, self._stored, self._anchor, pending)
             self._log.info(
@@ -349,6 +311,8 @@ class Service:
         with anyio.move_on_after(FINAL_COMMIT_S):
             while not self._is_farewell_said():
                 await self._changed.wait(0.2)
+        with anyio.move_on_after(LAST_AUDIT_S):
+            await self._find_lost()
 
     def _is_farewell_said(self) -> bool:
         committed = self._flow.committed_updates == self._flow.updates

@@ -137,8 +137,10 @@ class Session:
             for call in self.in_flight:
                 await call.done.wait()
             await self._all_replied()
-        for call in self.in_flight:
+        late = self.in_flight
+        for call in late:
             call.cut.set()
+        for call in late:
             await call.done.wait()
         self.entries = tuple(self._entry(call) for call in self._calls if call.recorded is not None)
         self.state = SessionState.SETTLED

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 CLONE_NEWNS = 0x0002_0000
-CLONE_NEWUSER = 0x1000_0000
 CLONE_NEWNET = 0x4000_0000
 
 MS_NOSUID = 2

@@ -22,6 +22,7 @@ from clawpipe.actors.sandbox import kernel
 from clawpipe.actors.sandbox.bubblewrap import HOST_ENVIRONMENT
 from clawpipe.actors.sandbox.identity import is_dead, new_identity
 from clawpipe.pipeline.errors import SandboxError
+from clawpipe.pipeline.models import cache_dir
 
 _RECIPE = 1  # part of the digest: changed with what this module does
 REQUIRED = ("sh", "env", "cat", "ls", "cp", "mv", "rm", "mkdir", "grep", "sed", "find")
@@ -65,7 +66,7 @@ def prepare(cache: Path | None = None) -> Path:
     """The cached root, built in a few seconds if it is not there. Blocks. SandboxError names what is missing."""
     python = find_python()
     programs = find_programs()
-    folder = cache or _cache()
+    folder = cache or cache_dir() / "rootfs"
     target = folder / _digest(python, programs)
     for left in folder.glob("new-*"):
         if is_dead(left.name):
@@ -111,11 +112,6 @@ def find_python() -> Python:
             return Python(real, library)
     own = Path(sysconfig.get_path("stdlib"))
     return Python(Path(sys.base_prefix, "bin", own.name).resolve(), own)
-
-
-def _cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(base, "clawpipe", "rootfs")
 
 
 def _digest(python: Python, programs: dict[str, Path]) -> str:

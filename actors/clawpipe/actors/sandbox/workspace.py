@@ -103,13 +103,6 @@ def plain_folder(box: str) -> Workspace:
     return Workspace(f"{box}/work", os.open(f"{box}/work", _OPEN_FOLDER))
 
 
-def unmount_all(box: str) -> None:
-    """In the forking thread: takes away what the two mounts above put into the folder, if they did."""
-    for name in ("merged", "tmpfs", "lower"):
-        if os.path.ismount(f"{box}/{name}"):
-            kernel.unmount(f"{box}/{name}")
-
-
 def size_of(entries: Mapping[bytes, Entry]) -> tuple[int, int]:
     """(bytes, entries) that a copy takes, folders that are only implied by a path included."""
     paths = set(entries)

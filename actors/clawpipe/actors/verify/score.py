@@ -1,6 +1,6 @@
 """What a grader printed -> the reward: the mean of all numeric values of its JSON object. Pure.
 
-The paper's code score is the mean of the numeric values that the grader returns (ClawGym, reward.sh):
+ClawGym II's code score is the mean of the numeric values that the grader returns (arXiv 2608.16798):
 booleans count as 0 and 1, and a value under the key "reward", which one family of graders prints as its
 author's own verdict, is a value like any other; it stays visible under that name among the checks.
 """
@@ -12,8 +12,6 @@ import math
 from typing import Any
 
 from msgspec import Struct
-
-AUTHOR_KEY = "reward"
 
 
 class Graded(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,48 @@
+"""The service's clock and its wake-up call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import anyio
+
+
+class StreamClock:
+    """Seconds that pass only while records are taken from the stream."""
+
+    def __init__(self) -> None:
+        self._stopped_s = 0.0
+        self._since: float | None = None
+
+    def now(self) -> float:
+        """The time; it stands still while stopped."""
+        return (self._since if self._since is not None else time.monotonic()) - self._stopped_s
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """For as long as nothing is taken."""
+        self._since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._stopped_s += time.monotonic() - self._since
+            self._since = None
+
+
+class Signal:
+    """Wakes everybody who waits for a change of the flow."""
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def fire(self) -> None:
+        """Something has changed."""
+        self._event.set()
+        self._event = anyio.Event()
+
+    async def wait(self, timeout_s: float) -> None:
+        """Until the next change, or the timeout."""
+        with anyio.move_on_after(timeout_s):
+            await self._event.wait()
