@@ -91,6 +91,6 @@ def test_a_stored_configuration_reads_back_the_same(tmp_path):
 
 def test_every_shipped_configuration_passes_the_offline_check():
     found = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
-    assert [path.stem for path in found] == ["clawgym", "agentloop_grpo", "quickstart"]
+    assert [path.stem for path in found] == ["clawgym", "quickstart", "agentloop_grpo"]
     for path in found:
         assert run_checks(configuration.load(path), offline=True).problems == (), path

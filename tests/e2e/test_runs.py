@@ -61,12 +61,10 @@ def test_engine_learner_and_the_whole_run_are_killed_and_the_run_goes_on(small_r
     for pid in run.pids("learner"):
         os.kill(pid, signal.SIGKILL)
     run.await_updates(first, 5)
-    trained_before = run.status()["updates"]
     run.kill_all(first)
     assert run.ends(run.up("--resume")) == 0, run.output
     summary = run.summary()
     assert summary["updates"] == 9
-    assert trained_before >= 5
     assert summary["calls_aborted"] == 0
     assert summary["versions_pushed"] >= 9
     assert_books_balance(run)
@@ -82,10 +80,11 @@ def test_ctrl_c_drains_and_a_second_one_stops_at_once(small_run):
     assert 1 <= run.summary()["updates"] < 500
     assert_books_balance(run)
     assert run.left_behind() == {}
+    before = len(run.output)
     second = run.up("--resume")
     run.await_that(second, lambda: run.status().get("phase") == "running", "the resumed run")
     second.send_signal(signal.SIGINT)
-    run.await_that(second, lambda: "draining" in run.output.rpartition("the resumed")[2], "the drain")
+    run.await_that(second, lambda: "draining" in run.output[before:], "the drain")
     second.send_signal(signal.SIGINT)
     assert run.ends(second) in (0, 130), run.output
     assert run.left_behind() == {}

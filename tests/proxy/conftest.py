@@ -141,6 +141,9 @@ class ScriptedSampler:
     def turn(self, text: str) -> Sampled:
         return sampled([*self.ids(text), self.renderer.end_of_turn_id])
 
+    async def ready(self) -> None:
+        """There is always a next script."""
+
     async def sample(self, prompt, max_tokens: int, call_id: str, cut: anyio.Event) -> Sampled:
         self.prompts.append(prompt.tolist())
         self.limits.append(max_tokens)

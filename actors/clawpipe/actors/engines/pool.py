@@ -79,6 +79,12 @@ class EnginePool:
         finally:
             self._leases[engine.name] -= 1
 
+    async def ready(self) -> None:
+        """Waits, without a limit, until there is an engine to lend."""
+        while self._least_loaded() is None:
+            with anyio.move_on_after(AVOID_S / 2):
+                await self._changed.wait()
+
     async def _follow(self) -> None:
         async for states in self._source.engines():
             for name, state in states.items():

@@ -66,7 +66,7 @@ async def serve(
         )
         crashes = Crashes(group)
         endpoint = Endpoint(calls, config.model.name, config.proxy.keepalive_s, crashes.report)
-        slots = Slots(broker, serving(endpoint), classifiers(config), config.proxy, log)
+        slots = Slots(broker, serving(endpoint), classifiers(config), config.proxy, log, sampler.ready)
         await slots.serve(server)
         group.cancel_scope.cancel()
 

@@ -7,7 +7,7 @@ hands the request back to the work queue, where it comes again as the next attem
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,7 @@ from clawpipe.pipeline.records import RolloutManifest
 BACKLOG = 1024
 HEARTBEAT_S = 10.0  # well below the work queue's redelivery clock
 HAND_BACK_S = 5.0
+READY_POLL_S = 1.0
 FD_FLAGS = socket.MSG_CMSG_CLOEXEC
 
 M = TypeVar("M", bound=link.ToProxy)
@@ -104,8 +105,10 @@ class Slots:
         classifiers: dict[str, Classify],
         config: ProxyConfig,
         log: EventLog,
+        ready: Callable[[], Awaitable[None]],
     ) -> None:
         self._broker = broker
+        self._ready = ready
         self._listeners = listeners
         self._classifiers = classifiers
         self._config = config
@@ -174,9 +177,18 @@ class Slots:
             async with self._pulling:
                 if slot.broken():
                     raise LinkBroken("closed while waiting for a rollout")
+                if not await self._can_sample():
+                    continue
                 if not self._draining.is_set() and (delivery := await self._broker.pull_request()) is not None:
                     return delivery
         return None
+
+    async def _can_sample(self) -> bool:
+        """Whether an engine serves: a harness that is started before one does only spends its wall clock."""
+        with anyio.move_on_after(READY_POLL_S):
+            await self._ready()
+            return True
+        return False
 
     @asynccontextmanager
     async def _hold(self, delivery: Delivery) -> AsyncIterator[None]:

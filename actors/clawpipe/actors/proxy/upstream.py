@@ -51,6 +51,10 @@ class EnginePool(Protocol):
         """
         ...
 
+    async def ready(self) -> None:
+        """Waits until there is an engine to lend."""
+        ...
+
 
 class Sampled(Struct, frozen=True, kw_only=True):
     """What an engine sampled. C completion tokens; an end-of-turn token is one of them."""
@@ -74,6 +78,10 @@ class Sampler(Protocol):
 
         EngineError when there is no turn and will be none.
         """
+        ...
+
+    async def ready(self) -> None:
+        """Waits until a turn can be sampled."""
         ...
 
 
@@ -146,6 +154,10 @@ class EngineSampler:
             "ignore_eos": True,
             "stop_token_ids": list(stop_ids),
         }
+
+    async def ready(self) -> None:
+        """Waits until an engine serves a weight version."""
+        await self._pool.ready()
 
     async def sample(self, prompt: IntArray, max_tokens: int, call_id: str, cut: anyio.Event) -> Sampled:
         """One turn; waits for an engine as long as `engine_wait_s` allows."""
