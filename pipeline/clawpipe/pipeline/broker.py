@@ -1,4 +1,4 @@
-"""The only module that speaks NATS: streams, the work queue, the control bucket, the learner's conversation.
+"""Speaks NATS, alone with `stream_reader`: streams, work queue, control bucket, the learner's conversation.
 
 Streams (prefix P): P-REQUESTS, a work queue of RolloutRequest; P-RECORDS, one ordered stream of CallRecord
 and RolloutManifest, the truth about a run; P-WEIGHTS, weight versions and the engines' reports of them. The
@@ -11,8 +11,8 @@ timeout, readers go on at the sequence they had reached.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +27,6 @@ from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
     ConsumerConfig,
-    DeliverPolicy,
     DiscardPolicy,
     KeyValueConfig,
     RetentionPolicy,
@@ -49,28 +48,13 @@ from clawpipe.pipeline.records import (
     encode,
 )
 from clawpipe.pipeline.runtime import Runtime
+from clawpipe.pipeline.stream_reader import LOST, RETRY_S, read_stream, unsubscribe
 
 T = TypeVar("T")
 
 ACK_WAIT_S = 30.0
-FETCH_WAIT_S = 2.0
-MORE_WAIT_S = 0.02
-CONSUMER_IDLE_S = 60.0
 POLL_S = 0.2
-RETRY_S = 0.2
-RECORDS_PER_FETCH = 256
-
-_LOST = (
-    nats.errors.ConnectionClosedError,
-    nats.errors.NoServersError,
-    nats.errors.StaleConnectionError,
-    nats.errors.NoRespondersError,
-    nats.errors.TimeoutError,
-    nats.errors.OutboundBufferLimitError,
-    nats.js.errors.ServiceUnavailableError,
-    nats.js.errors.NoStreamResponseError,
-    OSError,
-)
+PULL_WAIT_S = 2.0
 
 _decode_call = msgspec.msgpack.Decoder(CallRecord).decode
 _decode_manifest = msgspec.msgpack.Decoder(RolloutManifest).decode
@@ -91,16 +75,22 @@ class Delivery:
     _msg: Msg
 
     async def ack(self) -> None:
-        """The rollout is over and its manifest stored: never deliver it again."""
-        await self._msg.ack_sync(timeout=ACK_WAIT_S)
+        """The rollout is over and its manifest stored: never deliver it again.
+
+        When it cannot be said, it comes again, and its second manifest is a duplicate like any other.
+        """
+        with suppress(*LOST):
+            await self._msg.ack_sync(timeout=ACK_WAIT_S)
 
     async def nak(self) -> None:
-        """Hand it back: somebody else runs it."""
-        await self._msg.nak()
+        """Hand it back: somebody else runs it, at the latest when its redelivery clock has run out."""
+        with suppress(*LOST):
+            await self._msg.nak()
 
     async def in_progress(self) -> None:
         """Still at it: restart the redelivery clock (ACK_WAIT_S)."""
-        await self._msg.in_progress()
+        with suppress(*LOST):
+            await self._msg.in_progress()
 
 
 class Broker:
@@ -146,7 +136,7 @@ class Broker:
         try:
             yield cls(client, prefix)
         finally:
-            with anyio.CancelScope(shield=True), anyio.move_on_after(5):
+            with anyio.CancelScope(shield=True), anyio.move_on_after(5), suppress(nats.errors.Error, OSError):
                 await client.close()
 
     @classmethod
@@ -207,7 +197,7 @@ class Broker:
         """Puts a rollout onto the work queue; the same rollout twice within two minutes is stored once."""
         await self._publish(f"{self._prefix}.requests", encode(request), request.rollout_id)
 
-    async def pull_request(self, timeout_s: float = FETCH_WAIT_S) -> Delivery | None:
+    async def pull_request(self, timeout_s: float = PULL_WAIT_S) -> Delivery | None:
         """Takes the next request, or None when there is none within `timeout_s`."""
         try:
             sub = await self._js.pull_subscribe_bind("runners", stream=self._requests)
@@ -215,7 +205,7 @@ class Broker:
                 [msg] = await sub.fetch(1, timeout=timeout_s)
             finally:
                 await sub.unsubscribe()
-        except _LOST:
+        except LOST:
             await anyio.sleep(RETRY_S)
             return None
         return Delivery(_decode_request(msg.data), int(msg.metadata.num_delivered or 1), msg)
@@ -269,7 +259,9 @@ class Broker:
 
         Back-pressure is the iterator itself: nothing more is fetched than the caller takes.
         """
-        async with aclosing(self._read(self._records, f"{self._prefix}.records.>", start_sequence)) as messages:
+        async with aclosing(
+            read_stream(self._js, self._records, f"{self._prefix}.records.>", start_sequence)
+        ) as messages:
             async for msg in messages:
                 yield int(msg.metadata.sequence.stream), self._record(msg)
 
@@ -328,7 +320,7 @@ class Broker:
 
     async def pushes(self) -> AsyncIterator[PushReport]:
         """All push reports of the run from its start, then new ones; never ends."""
-        async with aclosing(self._read(self._weights, f"{self._prefix}.weights.applied")) as messages:
+        async with aclosing(read_stream(self._js, self._weights, f"{self._prefix}.weights.applied")) as messages:
             async for msg in messages:
                 yield _decode_push(msg.data)
 
@@ -343,7 +335,7 @@ class Broker:
         stream, subjects = f"KV_{self._control}", f"$KV.{self._control}.engine.>"
         states, position = await self._engine_states(stream, subjects)
         yield states
-        async with aclosing(self._read(stream, subjects, position + 1)) as messages:
+        async with aclosing(read_stream(self._js, stream, subjects, position + 1)) as messages:
             async for msg in messages:
                 state = _decode_engine(msg.data)
                 if states.get(state.name) != state:
@@ -356,7 +348,7 @@ class Broker:
             try:
                 state = (await self._js.stream_info(stream, subjects_filter=subjects)).state
                 entries = [await self._js.get_last_msg(stream, subject) for subject in state.subjects or ()]
-            except (*_LOST, nats.js.errors.NotFoundError):
+            except (*LOST, nats.js.errors.NotFoundError):
                 await anyio.sleep(RETRY_S)
                 continue
             found = [_decode_engine(entry.data or b"") for entry in entries]
@@ -399,7 +391,7 @@ class Broker:
                 left = max(1.0, deadline - anyio.current_time())
                 reply = await self._client.request(f"{self._prefix}.learner", encode(message), timeout=min(60.0, left))
                 return _decode_reply(reply.data)
-            except _LOST as err:
+            except LOST as err:
                 if anyio.current_time() > deadline:
                     name = type(message).__name__
                     raise BrokerError(
@@ -417,7 +409,7 @@ class Broker:
                 await msg.respond(encode(reply))
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                await _unsubscribe(sub)
+                await unsubscribe(sub)
 
     # Shared ----------------------------------------------------------------------------------------------
 
@@ -428,7 +420,7 @@ class Broker:
                 left = max(0.1, deadline - anyio.current_time())
                 await self._js.publish(subject, data, timeout=min(10.0, left), headers={"Nats-Msg-Id": message_id})
                 return
-            except (*_LOST, nats.js.errors.APIError) as err:
+            except (*LOST, nats.js.errors.APIError) as err:
                 if anyio.current_time() > deadline or isinstance(err, nats.js.errors.BadRequestError):
                     raise BrokerError(
                         f"NATS did not store {message_id} on {subject} within {timeout_s:.0f} s ({err}); "
@@ -448,64 +440,11 @@ class Broker:
                     bucket = await self._js.key_value(self._control)
                     await bucket.put(key, value)
                     return
-                except _LOST:
+                except LOST:
                     await anyio.sleep(RETRY_S)
 
     async def _tolerant(self, read: Callable[[], Awaitable[T]]) -> T | None:
         try:
             return await read()
-        except (*_LOST, nats.js.errors.NotFoundError):
+        except (*LOST, nats.js.errors.NotFoundError):
             return None
-
-    async def _read(self, stream: str, subject: str, position: int = 1) -> AsyncGenerator[Msg, None]:
-        """The messages of a stream from sequence `position` on, for ever, whatever happens to the server."""
-        while True:
-            sub = await self._subscribe(stream, subject, max(1, position))
-            try:
-                while True:
-                    for msg in await _fetch(sub):
-                        position = int(msg.metadata.sequence.stream) + 1
-                        yield msg
-            except (*_LOST, nats.js.errors.Error):
-                await anyio.sleep(RETRY_S)
-            finally:
-                with anyio.CancelScope(shield=True), anyio.move_on_after(1):
-                    await _unsubscribe(sub)
-
-    async def _subscribe(self, stream: str, subject: str, position: int) -> Any:
-        config = ConsumerConfig(
-            deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
-            opt_start_seq=position,
-            ack_policy=AckPolicy.NONE,
-            inactive_threshold=CONSUMER_IDLE_S,
-            mem_storage=True,
-        )
-        while True:
-            try:
-                return await self._js.pull_subscribe(subject, stream=stream, config=config)
-            except (*_LOST, nats.js.errors.ServerError):
-                await anyio.sleep(RETRY_S)
-
-
-async def _fetch(sub: Any) -> list[Msg]:
-    """At least one message, or none after FETCH_WAIT_S; more only if they are there already.
-
-    A consumer that is gone (server restarted) shows as an error of `consumer_info`, which the caller handles.
-    """
-    try:
-        first: list[Msg] = await sub.fetch(1, timeout=FETCH_WAIT_S)
-    except TimeoutError:
-        await sub.consumer_info()
-        return []
-    try:
-        more: list[Msg] = await sub.fetch(RECORDS_PER_FETCH, timeout=MORE_WAIT_S)
-        return first + more
-    except TimeoutError:
-        return first
-
-
-async def _unsubscribe(sub: Any) -> None:
-    try:
-        await sub.unsubscribe()
-    except (nats.errors.Error, OSError):
-        return

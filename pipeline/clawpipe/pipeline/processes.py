@@ -97,6 +97,21 @@ def _die_with_parent() -> list[str]:
     return [setpriv, "--pdeathsig", "TERM", "--"] if setpriv else []
 
 
+@asynccontextmanager
+async def until_stopped() -> AsyncIterator[None]:
+    """Cancels the block on SIGTERM or SIGINT; what comes after it cleans up."""
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for _ in signals:
+                scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch, group.cancel_scope)
+        yield
+        group.cancel_scope.cancel()
+
+
 def kill_session(session: int) -> None:
     """SIGKILL to every process whose session is `session`."""
     for pid in _pids():

@@ -8,9 +8,8 @@ may be older than the run.
 from __future__ import annotations
 
 import random
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.processes import Child
+from clawpipe.pipeline.processes import Child, until_stopped
 from clawpipe.pipeline.runtime import Runtime
 
 ANSWER_TIMEOUT_S = 60.0  # EngineCore answers between two steps, and a long prompt is one step
@@ -43,12 +42,9 @@ def main(config: Config, runtime: Runtime) -> None:
 
 async def serve(config: Config, runtime: Runtime, log: EventLog) -> None:
     """Runs until SIGTERM or SIGINT; then nothing of its engines is left."""
-    nats = config.nats
     async with (
-        _until_stopped(),
-        Broker.connect(
-            runtime.nats_url, runtime.nats_token, prefix=nats.prefix, timeout_s=nats.connect_timeout_s
-        ) as broker,
+        until_stopped(),
+        Broker.of_run(runtime, config.nats) as broker,
     ):
         pusher = WeightPusher(broker, config.push, model_shapes(Path(runtime.init_model_dir)), log)
         keeper = _Keeper(config, runtime, broker, pusher, log)
@@ -212,18 +208,3 @@ async def _watch_process(child: Child, loss: _Loss) -> None:
 def _client(url: str) -> httpx.AsyncClient:
     """Without a timeout of its own: each use has the one that fits."""
     return httpx.AsyncClient(base_url=url, timeout=None, trust_env=False)
-
-
-@asynccontextmanager
-async def _until_stopped() -> AsyncIterator[None]:
-    """Cancels the block on SIGTERM or SIGINT."""
-
-    async def watch(scope: anyio.CancelScope) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async for _ in signals:
-                scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch, group.cancel_scope)
-        yield
-        group.cancel_scope.cancel()

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import signal
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
@@ -17,6 +14,7 @@ from clawpipe.actors.proxy.upstream import EngineSampler, make_client
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.observe import EventLog
+from clawpipe.pipeline.processes import until_stopped
 from clawpipe.pipeline.runtime import Runtime
 
 
@@ -28,34 +26,14 @@ def main(config: Config, runtime: Runtime) -> None:
 async def _serve(config: Config, runtime: Runtime) -> None:
     log = EventLog("proxy")
     with listening(runtime.proxy_socket) as server:  # slots may connect from now on; they are served when all is ready
-        async with _until_stopped():
+        async with until_stopped():
             renderer, parser = await load_model(config.model, Path(runtime.init_model_dir))
             gc.freeze()  # what vLLM imported never dies: walking it would stall calls now and the exit by seconds
             log.info("proxy ready", end_of_turn=renderer.end_of_turn, stop_ids=renderer.stop_ids)
             async with (
-                Broker.connect(
-                    runtime.nats_url,
-                    runtime.nats_token,
-                    prefix=config.nats.prefix,
-                    timeout_s=config.nats.connect_timeout_s,
-                ) as broker,
+                Broker.of_run(runtime, config.nats) as broker,
                 EnginePool(broker, config.proxy.engine_wait_s) as pool,
                 make_client() as client,
             ):
                 sampler = EngineSampler(pool, client, config.proxy, renderer.stop_ids, log)
                 await serve(config, server, broker, sampler, renderer, parser, log)
-
-
-@asynccontextmanager
-async def _until_stopped() -> AsyncIterator[None]:
-    """Cancels the block on SIGTERM or SIGINT; rollouts in hand go back to the work queue."""
-
-    async def watch(scope: anyio.CancelScope) -> None:
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            async for _ in signals:
-                scope.cancel()
-
-    async with anyio.create_task_group() as group:
-        group.start_soon(watch, group.cancel_scope)
-        yield
-        group.cancel_scope.cancel()
