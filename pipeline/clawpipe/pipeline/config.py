@@ -136,7 +136,6 @@ class ProxyConfig(_Table, frozen=True, kw_only=True):
 class SandboxConfig(_Table, frozen=True, kw_only=True):
     """[sandbox]"""
 
-    backend: Literal["bubblewrap"] = "bubblewrap"
     rootfs: str = ""  # empty: prepared from this machine's programs, cached
     slots: Positive = 32  # rollouts at the same time on this host
     wall_clock_s: Seconds = 600.0

@@ -12,6 +12,7 @@ import json
 import shutil
 import signal
 import sysconfig
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
@@ -37,6 +38,8 @@ from clawpipe.pipeline.runtime import Runtime
 RESTART_PAUSE_S = 1.0
 ROLES_THAT_END = ("proxy", "actor", "pipeline", "learner")
 MAX_RESTARTS = 5
+STABLE_S = 300.0  # a role that lived this long starts with a clean record
+USER_ERROR = 2  # the exit code of an error that starting again does not mend
 NATS_START_TIMEOUT_S = 30.0
 LEARNER_END_TIMEOUT_S = 120.0
 ERROR_TAIL_BYTES = 4096
@@ -98,7 +101,7 @@ async def launch(start_: Launch, screen: Screen) -> Ended:
             raise ConfigError("; ".join(report.problems))
         runtime = _prepare(start_, report.task_ids)
         run = _Run(start_.config, runtime, screen)
-        sweep(runtime.run_id)
+        await anyio.to_thread.run_sync(sweep, runtime.run_id)
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_handle_signals, run, tasks.cancel_scope)
@@ -229,7 +232,10 @@ def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str] |
 
 async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
     """Starts the role again whenever it dies; some end by themselves when the run is finished or drained."""
-    for restart in range(MAX_RESTARTS + 1):
+    most = run.config.learner.max_restarts if role == "learner" else MAX_RESTARTS
+    restarts = 0
+    while True:
+        began_s = time.monotonic()
         async with start(argv, log=run.log(role), owner=run.owner(role), name=role) as child:
             code = await child.wait()
         if code == 0 and role in ROLES_THAT_END:
@@ -237,12 +243,12 @@ async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
             return
         if run.stopping:
             return
-        sweep(run.owner(role))
-        if code == 2:
-            break
-        run.screen.say(f"{role} ended with code {code}; starting it again ({restart + 1} of {MAX_RESTARTS})")
+        await anyio.to_thread.run_sync(sweep, run.owner(role))
+        restarts = 1 if time.monotonic() - began_s > STABLE_S else restarts + 1
+        if code == USER_ERROR or restarts > most:
+            raise ClawpipeError(f"{role} cannot be kept running: {_last_error(run.log(role))}")
+        run.screen.say(f"{role} ended with code {code}; starting it again ({restarts} of {most})")
         await anyio.sleep(RESTART_PAUSE_S)
-    raise ClawpipeError(f"{role} cannot be kept running: {_last_error(run.log(role))}")
 
 
 def _argv(run: _Run, role: str) -> list[str]:
