@@ -28,7 +28,7 @@ from engine_fixture import (
 pytestmark = pytest.mark.engine
 
 NUM_STREAMS = 8
-STREAM_TOKENS = 200
+STREAM_TOKENS = 800
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def stream(client: httpx.Client, engine: RunningEngine, ids: list[int], samples: Barrier) -> Answer:
-    """A streamed completion of STREAM_TOKENS tokens; meets the others at `samples` after its first twenty."""
+    """A streamed completion of STREAM_TOKENS tokens; meets the others at `samples` after its first five."""
     body = {"token_ids": ids, "sampling_params": {**SAMPLING, "max_tokens": STREAM_TOKENS}, "stream": True}
     answer = Answer(ids=[], logprobs=np.array([]), spans=[], finish_reason="", cached_tokens=0)
     logprobs: list[float] = []
@@ -52,12 +52,12 @@ def stream(client: httpx.Client, engine: RunningEngine, ids: list[int], samples:
         assert response.status_code == 200
         for line in response.iter_lines():
             for choice in json.loads(line[6:])["choices"] if line.startswith("data: {") else []:
-                met = len(answer.ids) >= 20
+                met = len(answer.ids) >= 5
                 answer.ids += choice["token_ids"] or []
                 logprobs += [entry["logprob"] for entry in (choice["logprobs"] or {"content": []})["content"]]
                 answer.spans = spans(choice) or answer.spans
                 answer.finish_reason = choice["finish_reason"] or answer.finish_reason
-                if not met and len(answer.ids) >= 20:
+                if not met and len(answer.ids) >= 5:
                     samples.wait()
     answer.logprobs = np.array(logprobs)
     return answer

@@ -261,3 +261,14 @@ def test_two_ranks_follow_one_conversation_and_end_on_sigterm_with_a_checkpoint(
     ]
     assert versions(runtime) == [1, 2, 3]
     assert checkpoint.latest(runtime.checkpoint_dir).manifest.updates == 3
+
+
+def test_a_batch_without_anything_to_learn_from_is_an_update_of_the_same_version(runtime, model_dir, make_batch):
+    full = make_batch(version=0, batch_id="b1")
+    rows = tuple(msgspec.structs.replace(row, num_trainable=0) for row in full.rollouts)
+    empty = msgspec.structs.replace(full, batch_id="b0", rollouts=rows, forests=())
+    service = Service([empty, full, Finished()])
+    with serving(service, runtime):
+        loop.main(settings(model_dir), runtime)
+    assert [(s.batch_id, s.version, s.updates) for s in service.of(Stepped)] == [("b0", 0, 1), ("b1", 1, 2)]
+    assert [(c.version, c.updates) for c in service.of(Committed)] == [(1, 2)]

@@ -73,9 +73,9 @@ class Position:
     """Where training stands."""
 
     version: int  # number of the weights as they are now
-    updates: int  # that they have seen
+    updates: int  # batches that they have seen, those without anything to learn from included
     cursor: StreamCursor
-    saved_version: int | None = None  # of the newest checkpoint
+    saved_updates: int | None = None  # of the newest checkpoint
 
 
 @dataclass
@@ -84,11 +84,12 @@ class Script:
 
     conversation: Conversation
     position: Position
-    push_every: int  # updates
+    push_every: int  # steps
     checkpoint_every: int  # updates
     stop: Callable[[], bool]
     log: EventLog
     seconds: dict[str, float] = field(default_factory=dict)  # since the last report, by what they went into
+    unpushed: int = 0  # steps since the last push
     nonfinite_in_row: int = 0
 
     def run(self) -> Generator[Command, Any, None]:
@@ -121,10 +122,12 @@ class Script:
         with self._timed("train_s"):
             trained: Trained = (yield Train(version=at.version, body=body)) if _intact(ready, body) else _DAMAGED
         self._check(trained)
+        if trained.num_steps or not (trained.refused or trained.num_nonfinite):
+            at.updates += 1
         if trained.num_steps:
             at.version += 1
-            at.updates += 1
-            if at.updates % self.push_every == 0:
+            self.unpushed += 1
+            if self.unpushed == self.push_every:
                 yield from self._push()
         metrics = {**trained.metrics, **self.seconds}
         self.seconds = {}
@@ -144,15 +147,16 @@ class Script:
         with self._timed("push_s"):
             weights: WeightVersion = yield Stage(version=self.position.version)
             self.conversation.publish(weights)
+        self.unpushed = 0
 
     def _checkpoint(self, timeout_s: float = ASK_TIMEOUT_S) -> Generator[Command, Any, None]:
         at = self.position
-        if at.saved_version == at.version:
+        if at.saved_updates == at.updates:
             return
         with self._timed("checkpoint_s"):
             cursor = self.conversation.cursor(timeout_s)
             path: str = yield Save(version=at.version, updates=at.updates, cursor=cursor)
-            at.cursor, at.saved_version = cursor, at.version
+            at.cursor, at.saved_updates = cursor, at.updates
             done = Committed(version=at.version, updates=at.updates, cursor=cursor, path=path)
             self.conversation.committed(done, timeout_s)
         self.log.info("checkpoint written", version=at.version, updates=at.updates, path=path)
