@@ -55,8 +55,8 @@ def test_engine_learner_and_the_whole_run_are_killed_and_the_run_goes_on(small_r
     run = small_run(updates=9)
     first = run.up()
     run.await_updates(first, 1)
-    [core] = run.pids("engine", "EngineCore")
-    os.kill(core, signal.SIGKILL)
+    [server] = run.pids("engine", "vllm.entrypoints")
+    os.kill(server, signal.SIGKILL)
     run.await_updates(first, 3)
     for pid in run.pids("learner"):
         os.kill(pid, signal.SIGKILL)

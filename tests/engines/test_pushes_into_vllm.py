@@ -28,7 +28,7 @@ from engine_fixture import (
 pytestmark = pytest.mark.engine
 
 NUM_STREAMS = 8
-STREAM_TOKENS = 800
+STREAM_TOKENS = 600
 
 
 @pytest.fixture(scope="module")

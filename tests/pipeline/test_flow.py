@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections import Counter
 from pathlib import Path
 from random import Random
@@ -39,7 +40,7 @@ TASKS = [f"filing/{n}" for n in range(3)]
 
 
 def make_flow(**tables):
-    return Flow(configuration(**tables), TASKS, Ledger(), EventLog("pipeline"))
+    return Flow(configuration(**tables), TASKS, Ledger(), EventLog("pipeline"), uuid.uuid4().hex)
 
 
 class Stream:
@@ -485,7 +486,7 @@ class Machine(RuleBasedStateMachine):
     def _lease_again(self):
         if self.flow.batches.lease is None:
             groups = self.flow._building
-            self.flow.leased(self.flow.recipe.build(f"b-end-{self.updates}", self.version, groups))
+            self.flow.leased(self.flow.recipe.build(f"b-end-{self.version}", self.version, groups))
         self.held = self.flow.batches.lease.ready, self.flow.batches.lease.rollout_ids
 
 

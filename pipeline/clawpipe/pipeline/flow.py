@@ -60,7 +60,8 @@ class Limits:
 class Flow:
     """See the module."""
 
-    def __init__(self, config: Config, tasks: Iterable[str], ledger: Ledger, log: EventLog) -> None:
+    def __init__(self, config: Config, tasks: Iterable[str], ledger: Ledger, log: EventLog, process: str) -> None:
+        """`process` tells this process from all earlier ones: the ids of its batches are made with it."""
         schedule, replay = config.schedule, config.replay
         parallel = config.learner.parallel
         self.limits = Limits(config.run.updates, schedule.groups_per_step, schedule.group_size)
@@ -97,6 +98,7 @@ class Flow:
         self.draining = False
         self.catching_up = False  # reading again what an earlier process had read
         self._log = log
+        self._process = process
         self._building: tuple[ReadyGroup, ...] = ()
         self._leases = 0
         self._losses_in_row = 0
@@ -249,7 +251,7 @@ class Flow:
             return NotYet()
         self._leases += 1
         self._building = taken.groups
-        return Order(f"b-{self.updates + 1:06d}-{self._leases}", self.version, taken.groups)
+        return Order(f"b-{self._process}-{self._leases:06d}", self.version, taken.groups)
 
     def leased(self, batch: Built) -> BatchReady:
         """The ordered batch is built and goes out."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+import uuid
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ async def serve(config: Config, runtime: Runtime, log: EventLog) -> None:
             timeout_s=config.nats.connect_timeout_s,
         ) as broker:
             ledger = Ledger()
-            flow = Flow(config, read_tasks(runtime.path("tasks.json")), ledger, log)
+            tasks = read_tasks(runtime.path("tasks.json"))
+            flow = Flow(config, tasks, ledger, log, process=uuid.uuid4().hex[:8])
             stored = ledger_file.read()
             await Service(broker, config, runtime, flow, ledger_file, stored, log).run()
     finally:
