@@ -5,6 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 ROOMS := pipeline actors learner tests benchmarks tools
 
+# Compiled files halve the start of everything that imports torch; threads that wait for each other slow small tests.
+export PYTHONDONTWRITEBYTECODE :=
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: setup up test test-deep check format bench clean
 
 setup: .setup/done

@@ -118,18 +118,18 @@ class Run:
 
     def pids(self, role: str, text: str = "") -> list[int]:
         """The run's processes of a role whose command line holds `text`."""
-        return [pid for pid in owned(f"{self.run_id}/{role}") if text in command_line(pid)]
+        return [pid for pid in owned(f"{self.run_id}/{role}", self.folder / "logs") if text in command_line(pid)]
 
     def kill_all(self, process: subprocess.Popen[str]) -> None:
         """SIGKILL to the launcher and everything that it started, at the same moment."""
-        for pid in [process.pid, *owned(self.run_id)]:
+        for pid in [process.pid, *owned(self.run_id, self.folder / "logs")]:
             os.kill(pid, signal.SIGKILL)
         process.wait(timeout=30)
 
     def left_behind(self) -> dict[str, Any]:
         """Processes, mounts, cgroups and staged weights that carry the run's id."""
         found = {
-            "processes": owned(self.run_id),
+            "processes": owned(self.run_id, self.folder / "logs"),
             "cgroups": [str(p) for p in Path("/sys/fs/cgroup").rglob(f"*{self.run_id}*") if p.is_dir()],
             "mounts": [line for line in Path("/proc/self/mounts").read_text().splitlines() if self.run_id in line],
             "staged": [str(p) for p in Path("/dev/shm").glob(f"*{self.run_id}*")],

@@ -55,10 +55,10 @@ def test_engine_learner_and_the_whole_run_are_killed_and_the_run_goes_on(small_r
     run = small_run(updates=9)
     first = run.up()
     run.await_updates(first, 1)
-    [server] = run.pids("engine", "vllm.entrypoints")
-    os.kill(server, signal.SIGKILL)
+    [core] = run.pids("engine", "EngineCore")
+    os.kill(core, signal.SIGKILL)
     run.await_updates(first, 3)
-    for pid in run.pids("learner"):
+    for pid in run.pids("learner", "run learner"):
         os.kill(pid, signal.SIGKILL)
     run.await_updates(first, 5)
     run.kill_all(first)

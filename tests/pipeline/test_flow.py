@@ -378,6 +378,7 @@ class Machine(RuleBasedStateMachine):
             refused="damaged" if refused else "",
         )
         self.flow.stepped(message, 0.0)
+        assert self.flow.batches.lease is None
         self.flow.stepped(message, 0.0)
         self.flush()
 

@@ -101,7 +101,7 @@ async def launch(start_: Launch, screen: Screen) -> Ended:
             raise ConfigError("; ".join(report.problems))
         runtime = _prepare(start_, report.task_ids)
         run = _Run(start_.config, runtime, screen)
-        await anyio.to_thread.run_sync(sweep, runtime.run_id)
+        await anyio.to_thread.run_sync(sweep, runtime.run_id, runtime.path("logs"))
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_handle_signals, run, tasks.cancel_scope)
@@ -109,7 +109,7 @@ async def launch(start_: Launch, screen: Screen) -> Ended:
                 await _run_all(run)
                 tasks.cancel_scope.cancel()
         finally:
-            sweep(runtime.run_id)
+            sweep(runtime.run_id, runtime.path("logs"))
             shutil.rmtree(runtime.push_dir, ignore_errors=True)
         return run.how
 
@@ -243,7 +243,7 @@ async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
             return
         if run.stopping:
             return
-        await anyio.to_thread.run_sync(sweep, run.owner(role))
+        await anyio.to_thread.run_sync(sweep, run.owner(role), run.log(role))
         restarts = 1 if time.monotonic() - began_s > STABLE_S else restarts + 1
         if code == USER_ERROR or restarts > most:
             raise ClawpipeError(f"{role} cannot be kept running: {_last_error(run.log(role))}")

@@ -1,7 +1,8 @@
 """Child processes that do not outlive us: each in a session of its own, with a parent-death signal, and marked.
 
-The mark is an environment variable CLAWPIPE_OWNER=<owner>; a later start finds what a SIGKILL left behind
-(`sweep`) by that mark alone, so nothing is ever ended by its name.
+The mark is an environment variable CLAWPIPE_OWNER=<owner>, and the log that a child's output goes to: programs that
+set their title, as vLLM's engine does, wipe their environment. A later start finds what a SIGKILL left behind (`sweep`)
+by these marks alone, so nothing is ever ended by its name.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,7 +82,8 @@ async def start(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            env={**os.environ, **(env or {}), OWNER: owner},
+            # Compiled files halve the start of everything that imports torch.
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **(env or {}), OWNER: owner},
             start_new_session=True,
         )
     child = Child(name, process)
@@ -122,33 +124,43 @@ def kill_session(session: int) -> None:
             continue
 
 
-def owned(owner: str) -> list[int]:
-    """Pids of the processes marked with `owner` or with anything below it ("run" finds "run/engine")."""
-    found = []
+def owned(owner: str, output: Path | None = None) -> list[int]:
+    """Pids of the processes marked with `owner` or with anything below it ("run" finds "run/engine").
+
+    `output`: also those that write to this log, or to one in this folder.
+    """
+    return [pid for pid in _pids() if pid != os.getpid() and (_is_marked(pid, owner) or _writes_to(pid, output))]
+
+
+def _is_marked(pid: int, owner: str) -> bool:
     mark = f"{OWNER}={owner}".encode()
-    for pid in _pids():
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if pid != os.getpid() and any(e == mark or e.startswith(mark + b"/") for e in environ):
-            found.append(pid)
-    return found
+    try:
+        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(entry == mark or entry.startswith(mark + b"/") for entry in environ)
 
 
-def sweep(owner: str, timeout_s: float = 10.0) -> int:
+def _writes_to(pid: int, output: Path | None) -> bool:
+    if output is None:
+        return False
+    try:
+        target = Path(os.readlink(f"/proc/{pid}/fd/1"))
+    except OSError:
+        return False
+    return target == output or output in target.parents
+
+
+def sweep(owner: str, output: Path | None = None, timeout_s: float = 10.0) -> int:
     """SIGKILLs what `owned` finds until nothing is left; returns how many there were."""
-    first = owned(owner)
+    first = left = owned(owner, output)
     deadline = time.monotonic() + timeout_s
-    left = first
     while left and time.monotonic() < deadline:
         for pid in left:
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
         time.sleep(0.02)
-        left = [pid for pid in owned(owner) if not _zombie(pid)]
+        left = [pid for pid in owned(owner, output) if not _zombie(pid)]
     return len(first)
 
 

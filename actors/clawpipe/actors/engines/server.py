@@ -59,9 +59,9 @@ async def running(settings: ServerSettings, run_dir: Path, owner: str) -> AsyncI
 
     EngineError when the port is taken, the server dies while it starts, or does not answer in time.
     """
-    await anyio.to_thread.run_sync(sweep, owner)
-    check_port(settings)
     log = run_dir / "logs" / f"{settings.name}.log"
+    await anyio.to_thread.run_sync(sweep, owner, log)
+    check_port(settings)
     offset = log.stat().st_size if log.exists() else 0
     try:
         async with start(
@@ -71,7 +71,7 @@ async def running(settings: ServerSettings, run_dir: Path, owner: str) -> AsyncI
             yield child
     finally:
         with anyio.CancelScope(shield=True):
-            await anyio.to_thread.run_sync(sweep, owner)
+            await anyio.to_thread.run_sync(sweep, owner, log)
 
 
 def check_port(settings: ServerSettings) -> None:
@@ -119,7 +119,6 @@ def environment(config: EnginesConfig) -> dict[str, str]:
         "DO_NOT_TRACK": "1",
         "VLLM_SERVER_DEV_MODE": "1",  # opens the routes that take weights
         "OMP_NUM_THREADS": str(config.threads),
-        "PYTHONDONTWRITEBYTECODE": "",  # both processes import all of vLLM: compiled files halve the start
     }
     if not _is_cpu_build():
         return shared

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from pipeline_scripts import Script, simple
+
+from clawpipe.pipeline.admission import Admission
+from clawpipe.pipeline.records import Infra, Role, RolloutRequest
+from clawpipe.pipeline.scheduler import MAX_LOSSES, RolloutName, Scheduler, parse
+from clawpipe.pipeline.segments import DropReason
+
+TASKS = [f"t/{n}" for n in range(7)]
+
+
+def scheduler(*, seed=0, group_size=2, refill=True, harnesses=(("a", 1.0),)):
+    return Scheduler(tasks=TASKS, harnesses=harnesses, group_size=group_size, seed=seed, refill=refill)
+
+
+def lost(request):
+    return Script(request.rollout_id).closed(Infra(boundary="sandbox", message="gone"))
+
+
+def test_a_pass_takes_every_task_once_and_the_next_in_another_order():
+    planned = scheduler()
+    passes = [[planned.assignment(7 * lap + n)[0] for n in range(7)] for lap in range(3)]
+    assert all(sorted(tasks) == TASKS for tasks in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_the_same_seed_gives_the_same_assignments_in_any_order_of_asking_and_another_seed_others():
+    forwards = [scheduler().assignment(n) for n in range(50)]
+    planned = scheduler()
+    assert [planned.assignment(n) for n in reversed(range(50))] == forwards[::-1]
+    assert [scheduler(seed=1).assignment(n) for n in range(50)] != forwards
+    assert [scheduler(seed=-1).assignment(n) for n in range(50)] != forwards
+
+
+def test_harnesses_are_drawn_by_weight():
+    planned = scheduler(harnesses=(("a", 3.0), ("b", 1.0)))
+    counts = Counter(planned.assignment(n)[1] for n in range(2000))
+    assert counts["a"] / 2000 == pytest.approx(0.75, abs=0.03)
+
+
+def test_a_group_is_requested_whole_with_one_task_harness_and_version():
+    planned = scheduler(group_size=3)
+    planned.open(version=5)
+    requests = planned.requests(now_s=9.0)
+    assert [r.rollout_id for r in requests] == ["r-000000-0", "r-000000-1", "r-000000-2"]
+    assert {(r.group_id, r.version, r.admitted_s) for r in requests} == {("g-000000", 5, 9.0)}
+    assert {(r.task_id, r.harness) for r in requests} == {planned.assignment(0)}
+    assert planned.requests(10.0) == []
+
+
+def test_ids_are_read_back_as_they_were_written():
+    assert parse("r-000012-3") == RolloutName(12, 3, 0)
+    assert parse("r-1234567-3-2") == RolloutName(1234567, 3, 2)
+    assert str(RolloutName(12, 3, 2)) == "r-000012-3-2"
+    assert parse("r-000012-3.a1") is None
+    assert parse("eval-3") is None
+
+
+def test_a_group_is_complete_when_every_place_is_over():
+    planned = scheduler()
+    planned.open(0)
+    planned.requests(0.0)
+    assert not planned.settle(simple("r-000000-1", 1.0)).complete
+    settlement = planned.settle(simple("r-000000-0", 0.0))
+    assert settlement.complete
+    assert [r.rollout_id for r in settlement.group.rollouts] == ["r-000000-0", "r-000000-1"]
+    assert planned.open_groups == {}
+
+
+def test_a_rollout_lost_to_infrastructure_is_requested_again_under_a_new_id():
+    planned = scheduler()
+    planned.open(0)
+    first, _ = planned.requests(0.0)
+    settlement = planned.settle(lost(first))
+    assert settlement.reason is DropReason.INFRA
+    assert not settlement.place_closed
+    assert [r.rollout_id for r in planned.requests(0.0)] == ["r-000000-0-1"]
+
+
+def test_a_place_that_infrastructure_loses_too_often_is_closed():
+    planned = scheduler()
+    planned.open(0)
+    [request, _] = planned.requests(0.0)
+    for _ in range(MAX_LOSSES - 1):
+        assert not planned.settle(lost(request)).place_closed
+        [request] = planned.requests(0.0)
+    assert planned.settle(lost(request)).place_closed
+    assert planned.requests(0.0) == []
+
+
+def test_without_refill_a_lost_place_is_closed_at_once():
+    planned = scheduler(refill=False)
+    planned.open(0)
+    first, second = planned.requests(0.0)
+    assert planned.settle(lost(first)).place_closed
+    settlement = planned.settle(lost(second))
+    assert settlement.complete
+    assert settlement.group is None
+
+
+def test_a_rollout_that_was_graded_and_has_nothing_to_train_is_not_run_again():
+    planned = scheduler()
+    planned.open(0)
+    planned.requests(0.0)
+    script = Script("r-000000-0")
+    script.call([1], [2], role=Role.TITLE)
+    assert planned.settle(script.closed()).place_closed
+    group = planned.settle(simple("r-000000-1", 1.0)).group
+    assert [r.rollout_id for r in group.rollouts] == ["r-000000-1"]
+
+
+def test_the_second_usable_rollout_of_a_place_is_late():
+    planned = scheduler()
+    planned.open(0)
+    planned.requests(0.0)
+    planned.lose("r-000000-0")
+    planned.requests(0.0)
+    assert planned.settle(simple("r-000000-0", 1.0)).reason is None  # it was heard of after all
+    assert planned.settle(simple("r-000000-0-1", 1.0)).reason is DropReason.LATE
+    assert planned.settle(simple("r-000000-1", 1.0)).complete
+    assert planned.settle(simple("r-000000-1", 1.0)).reason is DropReason.LATE
+
+
+def test_a_restarted_scheduler_takes_groups_up_from_records_and_requests():
+    planned = scheduler()
+    planned.settle(simple("r-000004-0", 1.0))
+    planned.adopt(RolloutRequest(rollout_id="r-000005-1-2", group_id="g-000005", task_id="t/3", harness="a", version=6))
+    planned.know("r-000002-0", over=True)
+    assert planned.next_number == 6
+    assert planned.in_flight == ("r-000005-1-2",)
+    assert [r.rollout_id for r in planned.requests(0.0)] == ["r-000004-1", "r-000005-0"]
+    assert planned.settle(simple("r-000002-1", 1.0)).reason is DropReason.LATE
+    planned.open(0)
+    assert planned.next_number == 7
+
+
+def test_an_id_that_was_used_is_never_given_out_again():
+    planned = scheduler()
+    planned.settle(simple("r-000004-0", 1.0))
+    planned.know("r-000004-1-3")
+    assert [r.rollout_id for r in planned.requests(0.0)] == ["r-000004-1-4"]
+
+
+def test_credits_bound_what_is_in_flight_at_max_staleness_plus_one_steps():
+    admission = Admission(max_staleness=2, rollouts_per_step=8)
+    assert [admission.admit(f"g{n}", 8) for n in range(4)] == [True, True, True, False]
+    admission.release("g0", 7)
+    assert not admission.admit("g3", 8)
+    admission.release("g0", 1)
+    assert admission.admit("g3", 8)
+    assert admission.held == 24
+
+
+def test_credits_given_back_twice_are_a_crash():
+    admission = Admission(max_staleness=0, rollouts_per_step=2)
+    admission.admit("g", 2)
+    with pytest.raises(AssertionError, match="gives back more than it holds"):
+        admission.release("g", 3)
+
+
+def test_training_that_was_lost_takes_its_credits_even_over_the_capacity():
+    admission = Admission(max_staleness=0, rollouts_per_step=2)
+    admission.admit("g", 2)
+    admission.restore("h", 2)
+    assert admission.held == 4
+    assert not admission.admit("i", 2)
+    admission.release_all("h")
+    admission.release_all("h")
+    assert admission.held == 2
