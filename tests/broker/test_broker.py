@@ -129,6 +129,24 @@ async def take_one(iterator):
         return await anext(iterator)
 
 
+async def test_a_restarted_run_finds_its_streams_whatever_they_reserve(nats_server):
+    """The server's store is the fixture's 2 GiB: a second reservation of the record stream would not fit."""
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        await broker.publish_call(call("r-1", 0))
+    nats_server.kill()
+    nats_server.start()
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        assert [sequence for sequence, _ in await take(broker.records(), 1)] == [1]
+
+
+async def test_a_store_that_is_too_large_for_the_server_is_one_clear_error(nats_server):
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        with pytest.raises(BrokerError, match=r"lower \[nats\] max_store_bytes"):
+            await broker.setup(1024**4)
+
+
 async def test_a_late_reader_of_weights_gets_the_newest_version_only(nats_server):
     async with Broker.connect(nats_server.url, nats_server.token) as broker:
         await broker.setup(1024**3)

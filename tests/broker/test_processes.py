@@ -61,8 +61,9 @@ async def test_leaving_the_block_ends_the_child_and_its_session(owner, tmp_path)
     script = "import subprocess, time; subprocess.Popen(['sleep', '300']); print('up', flush=True); time.sleep(300)"
     log = tmp_path / "child.log"
     async with start([sys.executable, "-c", script], log=log, owner=owner, name="child", grace_s=2) as child:
-        while "up" not in log.read_text():
-            await anyio.sleep(0.02)
+        with anyio.fail_after(20):
+            while "up" not in log.read_text():  # noqa: ASYNC110
+                await anyio.sleep(0.02)
         assert len(owned(owner)) == 2
         assert os.getsid(child.pid) == child.pid
     assert [pid for pid in owned(owner) if pid != child.pid] == []

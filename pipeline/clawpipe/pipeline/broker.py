@@ -183,12 +183,24 @@ class Broker:
         )
 
     async def _create(self, config: StreamConfig) -> None:
+        """A new stream, or the existing one with these limits."""
         try:
-            await self._js.add_stream(config)
+            await self._js.stream_info(config.name or "")
+        except nats.js.errors.NotFoundError:
+            change = self._js.add_stream
+        else:
+            change = self._js.update_stream
+        try:
+            await change(config)
         except nats.js.errors.BadRequestError as err:
             raise BrokerError(
                 f"NATS: stream {config.name} exists with other settings ({err.description}); "
                 "use another [nats] prefix, or delete the stream"
+            ) from err
+        except nats.js.errors.ServerError as err:
+            raise BrokerError(
+                f"NATS: stream {config.name} of {config.max_bytes} bytes was refused ({err.description}); "
+                "lower [nats] max_store_bytes, or give the server more room"
             ) from err
 
     # Work queue ------------------------------------------------------------------------------------------
