@@ -106,11 +106,15 @@ class Script:
         return close(self.manifest(outcome, **manifest), self.records, leaf_cap)
 
 
+def own(rollout_id):
+    """The first of a hundred tokens that no other place of a group of ten samples."""
+    return 100 * (1 + int(rollout_id.removeprefix("r-").replace("-", "")))
+
+
 def simple(rollout_id, reward, *, version=0, tokens=3, harness="agentloop", prompt=(1, 2)):
     """A closed rollout of one call: a prompt, then `tokens` sampled tokens that are its own."""
     script = Script(rollout_id, harness=harness)
-    start = 100 * (1 + sum(map(ord, rollout_id)))
-    script.call(list(prompt), [start + k for k in range(tokens)], version=version)
+    script.call(list(prompt), [own(rollout_id) + k for k in range(tokens)], version=version)
     return script.closed(Scored(reward=reward), version=version)
 
 
@@ -157,8 +161,8 @@ def configuration(**tables):
 def two_turns(request, attempt=1, *, version=0, reward=None):
     """What an ordinary rollout leaves in the stream: two calls and a manifest. The reward is the place's parity."""
     script = Script(request.rollout_id, attempt, request.harness, request.task_id)
-    own = 10 + 7 * (sum(map(ord, request.rollout_id)) % 1000)
-    script.call([1, 2, own], [own + 1, own + 2], version=version)
-    script.call([1, 2, own, own + 1, own + 2, 3], [own + 3], version=version)
+    t = own(request.rollout_id)
+    script.call([1, 2, t], [t + 1, t + 2], version=version)
+    script.call([1, 2, t, t + 1, t + 2, 3], [t + 3], version=version)
     outcome = None if reward is None else Scored(reward=reward)
     return [*script.records, script.manifest(outcome, version=request.version)]

@@ -5,19 +5,22 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import os
+import signal
 import sqlite3
 import time
 
 import anyio
 import msgspec
 import pytest
-from pipeline_scripts import configuration, two_turns
+from pipeline_scripts import Script, configuration, two_turns
 
 from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
-from clawpipe.pipeline.errors import ClawpipeError
+from clawpipe.pipeline.errors import BrokerError, ClawpipeError
 from clawpipe.pipeline.forest import Batch
 from clawpipe.pipeline.observe import EventLog
+from clawpipe.pipeline.pacing import StreamClock
 from clawpipe.pipeline.records import (
     AskCursor,
     BatchReady,
@@ -49,9 +52,9 @@ class Run:
     def broker(self):
         return Broker.connect(self.server.url, self.server.token)
 
-    async def serve(self, *, resume=False):
+    async def serve(self, *, resume=False, audit_interval_s=60.0):
         runtime = msgspec.structs.replace(self.runtime, resume=resume)
-        await serve(self.config, runtime, EventLog("pipeline"))
+        await serve(self.config, runtime, EventLog("pipeline"), audit_interval_s)
 
     def summary(self):
         return json.loads(self.runtime.path("summary.json").read_bytes())
@@ -398,6 +401,114 @@ def test_a_drain_takes_untaken_requests_back_waits_for_the_others_and_resumes(ru
     assert run.summary()["rollouts"]["lost"] == 0
 
 
+def test_a_rollout_that_was_acknowledged_without_a_manifest_is_found_named_and_run_again(run):
+    run = run(run={"updates": 1})
+
+    def play(request, attempt, *, version):
+        records = two_turns(request, attempt, version=version)
+        return records[:1] if request.rollout_id == "r-000001-0" else records
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+
+            async def training():
+                await learner.hello()
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, play, lambda: learner.version)
+                tasks.start_soon(training)
+                await run.serve(audit_interval_s=0.2)
+                tasks.cancel_scope.cancel()
+            return learner
+
+    learner = anyio.run(main)
+    assert sorted(learner.rollouts()) == ["r-000000-0", "r-000000-1", "r-000001-0-1", "r-000001-1"]
+    assert run.summary()["rollouts"]["lost"] == 1
+    assert run.summary()["tokens"]["dropped"] == {"lost": 2}
+
+
+def test_a_full_replay_queue_stops_the_reading_until_the_learner_takes_a_batch(run):
+    run = run(run={"updates": 3}, replay={"capacity_rollouts": 4})
+
+    async def main():
+        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
+            await broker.setup(1024**3)
+            learner = Learner(asking)
+            seen = []
+
+            async def training():
+                await learner.hello()
+                while await broker.last_records_sequence() < 36:  # noqa: ASYNC110
+                    await anyio.sleep(0.02)
+                await anyio.sleep(0.3)
+                seen.append(run.status()["held"])
+                await learner.train()
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
+                tasks.start_soon(training)
+                await run.serve()
+                tasks.cancel_scope.cancel()
+            return learner, seen[0]
+
+    learner, held = anyio.run(main)
+    assert held["queued_groups"] == 2
+    assert held["in_flight"] == 8
+    assert len(learner.rollouts()) == 12
+
+
+def test_a_drain_ends_without_a_learner_that_never_came(run):
+    run = run(run={"updates": 3, "drain_timeout_s": 0.2})
+
+    async def main():
+        async with run.broker() as broker:
+            await broker.setup(1024**3)
+            await broker.request_drain()
+            with anyio.fail_after(20):
+                await run.serve(resume=True)
+
+    anyio.run(main)
+    assert run.summary()["updates"] == 0
+    assert run.status()["phase"] == "ended"
+
+
+def test_sigterm_ends_the_role_with_a_summary(run):
+    run = run()
+
+    async def main():
+        async with run.broker() as broker:
+            await broker.setup(1024**3)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run.serve)
+                while len(await broker.pending_requests()) < 12:  # noqa: ASYNC110
+                    await anyio.sleep(0.05)
+                await anyio.sleep(0.2)
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    anyio.run(main)
+    assert run.summary()["rollouts"] == {
+        "settled": 0,
+        "scored": 0,
+        "timed_out": 0,
+        "agent_failed": 0,
+        "infra": 0,
+        "lost": 0,
+    }
+    assert run.rows("SELECT state, count(*) FROM rollouts GROUP BY state") == [("in_flight", 12)]
+
+
+def test_the_streams_clock_stands_still_while_nothing_is_taken():
+    times = iter([10.0, 12.0, 15.0, 16.0])  # asked, stopped, started, asked
+    clock = StreamClock(lambda: next(times))
+    assert clock.now() == 10.0
+    with clock.stopped():
+        assert clock.now() == 12.0
+    assert clock.now() == 13.0
+
+
 def test_records_below_the_checkpoints_cursor_are_purged(run):
     run = run(run={"updates": 2})
 
@@ -437,6 +548,20 @@ def test_a_learner_that_has_seen_more_than_this_run_is_an_error_that_says_what_t
         anyio.run(main)
     known, _ = caught.value.split(ClawpipeError)
     assert "resume the run folder that the checkpoint belongs to" in str(known.exceptions)
+
+
+def test_a_new_run_refuses_streams_that_hold_another_runs_records(run):
+    run = run()
+
+    async def main():
+        async with run.broker() as broker:
+            await broker.setup(1024**3)
+            await broker.publish_call(Script().call([1], [2]))
+            with anyio.fail_after(20):
+                await run.serve()
+
+    with pytest.raises(BrokerError, match="prefix 'clawpipe' hold another run's records"):
+        anyio.run(main)
 
 
 def test_a_run_folder_without_tasks_is_an_error_before_anything_starts(run):

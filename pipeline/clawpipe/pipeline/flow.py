@@ -106,12 +106,15 @@ class Flow:
 
     # Records ----------------------------------------------------------------------------------------------
 
-    def record(self, sequence: int, record: CallRecord | RolloutManifest, now_s: float) -> None:
-        """A record of the stream. `now_s` stands still while nothing is taken from the stream."""
+    def record(self, sequence: int, record: CallRecord | RolloutManifest, now_s: float) -> bool:
+        """A record of the stream; says whether it closed a rollout.
+
+        `now_s` stands still while nothing is taken from the stream.
+        """
         name = parse(record.rollout_id)
         if name is None or (name.number >= self.scheduler.next_number and not self.catching_up):
             self._turn_away(sequence, record)
-            return
+            return False
         key = name.group_id
         self.spans.note(key, record.rollout_id, sequence, over=self.scheduler.is_over(name.number))
         arrival, rollout = self.assembler.add(record, now_s)
@@ -121,6 +124,7 @@ class Flow:
             self.ledger.stray(record, key, DropReason.LATE)
         if rollout is not None:
             self._settle(key, rollout)
+        return rollout is not None
 
     def tick(self, now_s: float) -> None:
         """Drops what has waited too long for its calls, then proves that nothing is missing."""
@@ -204,7 +208,7 @@ class Flow:
     def withdrawn(self, request: RolloutRequest) -> None:
         """The request was taken back before anybody ran it."""
         self.scheduler.withdraw(request.rollout_id)
-        self.ledger.withdrawn(request.rollout_id)
+        self.ledger.withdrawn(request.rollout_id, request.group_id)
 
     def _wants_group(self) -> bool:
         """No more groups than the updates that are left will train."""

@@ -102,9 +102,9 @@ class Ledger:
         self._take_fates(row, fates)
         self._drop(row, reason)
 
-    def withdrawn(self, rollout_id: str) -> None:
+    def withdrawn(self, rollout_id: str, group_id: str) -> None:
         """The request was taken back before it ran."""
-        self._touch(self.rows[rollout_id]).state = RolloutState.WITHDRAWN
+        self._row(rollout_id, group_id).state = RolloutState.WITHDRAWN
 
     def dropped(self, rollout_id: str, reason: DropReason) -> None:
         """A queued or leased rollout leaves for good."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import anyio
@@ -12,22 +12,23 @@ import anyio
 class StreamClock:
     """Seconds that pass only while records are taken from the stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], float] = time.monotonic) -> None:
+        self._read = read
         self._stopped_s = 0.0
         self._since: float | None = None
 
     def now(self) -> float:
         """The time; it stands still while stopped."""
-        return (self._since if self._since is not None else time.monotonic()) - self._stopped_s
+        return (self._since if self._since is not None else self._read()) - self._stopped_s
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
         """For as long as nothing is taken."""
-        self._since = time.monotonic()
+        self._since = self._read()
         try:
             yield
         finally:
-            self._stopped_s += time.monotonic() - self._since
+            self._stopped_s += self._read() - self._since
             self._since = None
 
 

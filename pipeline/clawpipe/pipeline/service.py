@@ -19,9 +19,10 @@ import anyio
 import anyio.to_thread
 
 from clawpipe.pipeline import report, restart
+from clawpipe.pipeline.books import Standing
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
-from clawpipe.pipeline.errors import ConfigError
+from clawpipe.pipeline.errors import BrokerError, ConfigError
 from clawpipe.pipeline.flow import Flow, Order
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.ledger_file import LedgerFile, Stored
@@ -61,7 +62,7 @@ def main(config: Config, runtime: Runtime) -> None:
     anyio.run(serve, config, runtime, log)
 
 
-async def serve(config: Config, runtime: Runtime, log: EventLog) -> None:
+async def serve(config: Config, runtime: Runtime, log: EventLog, audit_interval_s: float = AUDIT_INTERVAL_S) -> None:
     """The role on a running event loop. Writes status.json, and summary.json at the end."""
     ledger_file = LedgerFile(runtime.path("ledger.sqlite"))
     try:
@@ -75,7 +76,8 @@ async def serve(config: Config, runtime: Runtime, log: EventLog) -> None:
             tasks = read_tasks(runtime.path("tasks.json"))
             flow = Flow(config, tasks, ledger, log, process=uuid.uuid4().hex[:8])
             stored = ledger_file.read()
-            await Service(broker, config, runtime, flow, ledger_file, stored, log).run()
+            service = Service(broker, config, runtime, flow, ledger_file, stored, log, audit_interval_s)
+            await service.run()
     finally:
         ledger_file.close()
 
@@ -103,6 +105,7 @@ class Service:
         ledger_file: LedgerFile,
         stored: Stored,
         log: EventLog,
+        audit_interval_s: float,
     ) -> None:
         self._broker = broker
         self._config = config
@@ -111,14 +114,15 @@ class Service:
         self._file = ledger_file
         self._stored = stored
         self._log = log
+        self._audit_interval_s = audit_interval_s
         self._clock = StreamClock()
         self._changed = Signal()
         self._pushes: list[PushReport] = []
         self._writing = anyio.Lock()
         self._anchored = anyio.Event()  # it is known where to read from
         self._ready = anyio.Event()  # all that an earlier process had read is read
-        self._no_more = False  # the next lease is answered with Finished
-        self._told = anyio.Event()  # it was
+        self._no_more_s: float | None = None  # since when a lease is answered with Finished
+        self._told_s: float | None = None  # when one was
         self._heard_s = 0.0  # when the learner last spoke
         self._start = StreamCursor()
         self._anchor: restart.Anchor | None = None
@@ -127,7 +131,7 @@ class Service:
     async def run(self) -> None:
         """From the first record to the summary."""
         if self._stored.empty and not self._runtime.resume:
-            self._anchored.set()
+            await self._begin_anew()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._stop_on_signal, tasks.cancel_scope)
             tasks.start_soon(self._read_records)
@@ -141,6 +145,17 @@ class Service:
             tasks.cancel_scope.cancel()
         await self._close()
 
+    async def _begin_anew(self) -> None:
+        """A run's first start. From here on the ledger file is not empty, so a crash leads to `restart`."""
+        if await self._broker.last_records_sequence() or await self._broker.pending_requests():
+            raise BrokerError(
+                f"the streams of [nats] prefix {self._config.nats.prefix!r} hold another run's records; "
+                "resume that run in its own folder, or give this one another prefix"
+            )
+        self._flow.ledger.stands(Standing())
+        await self._flush()
+        self._anchored.set()
+
     # Tasks ------------------------------------------------------------------------------------------------
 
     async def _read_records(self) -> None:
@@ -150,14 +165,20 @@ class Service:
         if self._anchor is None or last < self._start.sequence:
             await self._caught_up(pending)
         async for sequence, record in self._broker.records(self._start.sequence):
-            self._flow.record(sequence, record, self._clock.now())
+            closed = self._flow.record(sequence, record, self._clock.now())
             if not self._ready.is_set() and sequence >= last:
                 await self._caught_up(pending)
-            self._changed.fire()
-            if self._ready.is_set() and self._flow.replay.full:
-                with self._clock.stopped():
-                    while self._flow.replay.full:
-                        await self._changed.wait(1.0)
+            if closed:
+                self._changed.fire()
+                await self._wait_for_room()
+
+    async def _wait_for_room(self) -> None:
+        if not self._ready.is_set() or not self._flow.replay.full:
+            return
+        self._log.info("replay queue full", groups=self._flow.replay.num_groups)
+        with self._clock.stopped():
+            while self._flow.replay.full:
+                await self._changed.wait(1.0)
 
     async def _what_there_is(self) -> tuple[tuple[RolloutRequest, ...], int]:
         """Requests in the work queue, then the last record: what is in neither will never come."""
@@ -209,7 +230,7 @@ class Service:
         """Looks for rollouts that vanished: acknowledged, or gone from the work queue, without a manifest."""
         await self._ready.wait()
         while True:
-            await anyio.sleep(AUDIT_INTERVAL_S)
+            await anyio.sleep(self._audit_interval_s)
             await self._find_lost()
 
     async def _find_lost(self) -> None:
@@ -224,16 +245,16 @@ class Service:
 
     async def _watch_drain(self) -> None:
         """No new rollouts; those in flight are awaited, those that nobody has taken are taken back."""
-        await self._ready.wait()
         await self._broker.drained()
         self._flow.draining = True
         self._log.info("draining", in_flight=len(self._flow.scheduler.in_flight))
         for request in await self._broker.withdraw_requests():
             self._flow.withdrawn(request)
         with anyio.move_on_after(self._config.run.drain_timeout_s):
+            await self._ready.wait()
             while self._flow.scheduler.in_flight:
                 await self._changed.wait(1.0)
-        self._no_more = True
+        self._no_more_s = time.monotonic()
         self._changed.fire()
 
     async def _stop_on_signal(self, scope: anyio.CancelScope) -> None:
@@ -267,6 +288,7 @@ class Service:
     async def _reply(self, message: LearnerMessage) -> LearnerReply:
         match message:
             case Hello():
+                self._told_s = None  # one that starts anew has not heard it
                 self._flow.hello(message)
             case Lease():
                 return await self._lease(message)
@@ -284,12 +306,12 @@ class Service:
         """Waits a moment for a batch: the learner is idle while it asks."""
         deadline = time.monotonic() + LEASE_WAIT_S
         while True:
-            reply = Finished() if self._no_more else self._flow.lease(message.version)
+            reply = Finished() if self._no_more_s is not None else self._flow.lease(message.version)
             if isinstance(reply, Order):
                 build = partial(self._flow.recipe.build, reply.batch_id, reply.version, reply.groups)
                 return self._flow.leased(await anyio.to_thread.run_sync(build))
             if isinstance(reply, Finished):
-                self._told.set()
+                self._told_s = time.monotonic()
             if not isinstance(reply, NotYet) or time.monotonic() >= deadline:
                 return reply
             await self._changed.wait(deadline - time.monotonic())
@@ -304,23 +326,25 @@ class Service:
 
     async def _farewell(self) -> None:
         """Waits until the learner knows that it is over, and for its last checkpoint."""
-        while not self._told.is_set():
-            await self._changed.wait(1.0)
-            if self._no_more and not self._told.is_set():
-                with anyio.move_on_after(self._config.run.drain_timeout_s):
-                    await self._told.wait()
-                break
-        with anyio.move_on_after(FINAL_COMMIT_S):
-            while not self._is_farewell_said():
-                await self._changed.wait(0.2)
-        with anyio.move_on_after(LAST_AUDIT_S):
-            await self._find_lost()
+        while not self._is_over():
+            await self._changed.wait(0.2)
+        if self._ready.is_set():
+            with anyio.move_on_after(LAST_AUDIT_S):
+                await self._find_lost()
 
-    def _is_farewell_said(self) -> bool:
+    def _is_over(self) -> bool:
+        now = time.monotonic()
+        if self._told_s is None:
+            # A learner that never asks again after a drain is dead, or in a step that is too long to wait for.
+            waited = 0.0 if self._no_more_s is None else now - self._no_more_s
+            return waited > self._config.run.drain_timeout_s
         committed = self._flow.committed_updates == self._flow.updates
-        return committed and time.monotonic() - self._heard_s > FAREWELL_S
+        quiet = now - self._heard_s
+        return now - self._told_s > FINAL_COMMIT_S or (committed and quiet > FAREWELL_S)
 
     async def _close(self) -> None:
+        if not self._anchored.is_set():
+            self._flow.ledger.restore(self._stored.rows, (), self._stored.updates)
         with anyio.CancelScope(shield=True), anyio.move_on_after(30):
             await self._flush()
             write_json(self._runtime.path("status.json"), self._status() | {"phase": "ended"})
@@ -346,7 +370,7 @@ class Service:
     def _phase(self) -> str:
         if not self._ready.is_set():
             return "waiting for the learner" if not self._anchored.is_set() else "reading records again"
-        if self._told.is_set():
+        if self._told_s is not None:
             return "finishing"
         return "draining" if self._flow.draining else "running"
 
