@@ -116,10 +116,9 @@ class Changes(Struct, frozen=True, kw_only=True):
 
 
 class Totals(Struct, kw_only=True):
-    """Sums over rollouts; `harnesses` has the same by harness."""
+    """Sums over rollouts."""
 
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
-    states: Counter[str] = msgspec.field(default_factory=Counter)
     reasons: Counter[str] = msgspec.field(default_factory=Counter)  # of dropped rollouts
     calls: int = 0
     num_aborted: int = 0
@@ -132,7 +131,6 @@ class Totals(Struct, kw_only=True):
 
     def add(self, row: Row) -> None:
         """Counts one more rollout."""
-        self.states[row.state] += 1
         if row.outcome:
             self.outcomes[row.outcome] += 1
             self.run_s += row.ended_s - row.started_s

@@ -75,9 +75,7 @@ class Ledger:
         if row is None:
             row = Row(rollout_id=record.rollout_id, group_id=group_id, harness=record.harness)
             row.calls, row.roles, row.sampled, row.dropped = 1, {record.role.value: 1}, tokens, dropped
-            totals = self._finished.setdefault(record.harness, Totals())
-            totals.add(row)
-            totals.states[row.state] -= 1  # the rollout itself is counted already, or never was one
+            self._finished.setdefault(record.harness, Totals()).add(row)
             return
         self._touch(row)
         row.calls, row.sampled = row.calls + 1, row.sampled + tokens

@@ -66,7 +66,7 @@ def summed(parts: Any) -> Totals:
     """The sum of several totals."""
     found = Totals()
     for part in parts:
-        for name in ("outcomes", "states", "reasons", "roles", "tokens", "dropped"):
+        for name in ("outcomes", "reasons", "roles", "tokens", "dropped"):
             getattr(found, name).update(getattr(part, name))
         found.calls += part.calls
         found.num_aborted += part.num_aborted

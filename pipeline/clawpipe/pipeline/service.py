@@ -26,7 +26,7 @@ from clawpipe.pipeline.errors import BrokerError, ConfigError
 from clawpipe.pipeline.flow import Flow, Order
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.ledger_file import LedgerFile, Stored
-from clawpipe.pipeline.observe import EventLog, start_log, write_json
+from clawpipe.pipeline.observe import EventLog, write_json
 from clawpipe.pipeline.pacing import Signal, StreamClock
 from clawpipe.pipeline.records import (
     AskCursor,
@@ -58,20 +58,14 @@ FAREWELL_S = 2.0  # a learner whose last checkpoint is written already says noth
 
 def main(config: Config, runtime: Runtime) -> None:
     """Runs until the updates are done or the run is drained. Raises ClawpipeError for what a user can act on."""
-    log = start_log("pipeline", config.observe.level)
-    anyio.run(serve, config, runtime, log)
+    anyio.run(serve, config, runtime, EventLog("pipeline"))
 
 
 async def serve(config: Config, runtime: Runtime, log: EventLog, audit_interval_s: float = AUDIT_INTERVAL_S) -> None:
     """The role on a running event loop. Writes status.json, and summary.json at the end."""
     ledger_file = LedgerFile(runtime.path("ledger.sqlite"))
     try:
-        async with Broker.connect(
-            runtime.nats_url,
-            runtime.nats_token,
-            prefix=config.nats.prefix,
-            timeout_s=config.nats.connect_timeout_s,
-        ) as broker:
+        async with Broker.of_run(runtime, config.nats) as broker:
             ledger = Ledger()
             tasks = read_tasks(runtime.path("tasks.json"))
             flow = Flow(config, tasks, ledger, log, process=uuid.uuid4().hex[:8])
