@@ -108,6 +108,23 @@ def test_a_run_folder_that_holds_a_run_is_refused(tmp_path):
     assert_refused(up(tmp_path), str(folder), "holds a run already", "--resume")
 
 
+def test_a_run_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "run").touch()
+    assert_refused(up(tmp_path), str(tmp_path / "run"), "cannot be made", "--run-dir")
+
+
+def test_a_summary_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    assert_refused(up(tmp_path, "--summary", str(tmp_path / "none" / "s.json")), "none/s.json", "make its folder")
+    assert_refused(up(tmp_path, "--summary", str(tmp_path)), str(tmp_path), "name a file")
+
+
+def test_a_broken_status_file_is_one_line(tmp_path):
+    (tmp_path / "runtime.json").write_text('{"run_id": "x", "run_dir": "y"}')
+    (tmp_path / "status.json").write_text("{broken")
+    command = [str(CLAWPIPE), "status", "--json", "--run-dir", str(tmp_path)]
+    assert_refused(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False), "status.json")
+
+
 def test_check_says_every_problem(tmp_path):
     command = [str(CLAWPIPE), "check", str(QUICKSTART), "--set", "push.dir=/nowhere", "--set", "engines.port=1"]
     with socket.socket() as taken:

@@ -537,3 +537,28 @@ async def test_two_rollouts_at_once_never_mix(make_proxy, sampler):
         records = await proxy.records(2)
     assert [answer.json()["choices"][0]["message"]["content"] for answer in (one, two)] == ["one", "two"]
     assert [(record.call_id, record.parent) for record in records] == [("r-1.a1.c0", None), ("r-2.a1.c0", None)]
+
+
+async def test_a_body_nested_as_deep_as_json_is_read_is_refused_and_the_proxy_lives_on(make_proxy, sampler):
+    """Each walk of a body needs its own depth: some body passes the first walks and not the last."""
+    sampler.script = ["Yes."] * 200
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            for depth in range(900, 1000):
+                function = f'{{"name": "x", "parameters": {{"a": {"[" * depth + "]" * depth}}}}}'
+                tools = f'[{{"type": "function", "function": {function}}}]'
+                asked = f'{{"messages": [{{"role": "user", "content": "hi"}}], "tools": {tools}}}'
+                assert (await client.post("/chat/completions", content=asked)).status_code in (200, 400), depth
+            assert (await client.get("/models")).status_code == 200
+
+
+async def test_what_a_harness_asks_for_never_makes_a_record_too_large_to_store(make_proxy, sampler):
+    sampler.script = ["Yes."]
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            response = await client.post("/chat/completions", json=body(stop=["y" * 9_000_000]))
+        assert response.status_code == 200
+        [record] = await proxy.records(1)
+    assert len(record.requested["stop"]) == 1000

@@ -47,6 +47,8 @@ def up(
     if updates is not None:
         overrides["run.updates"] = updates
     loaded = configuration.load(config, overrides)
+    if summary is not None and (summary.is_dir() or not summary.absolute().parent.is_dir()):
+        raise ConfigError(f"--summary {summary}: no file can be written there; make its folder, or name a file")
     started = Launch(config=loaded, run_dir=choose_run_dir(loaded, run_dir, resume), resume=resume)
     with make_screen(started.run_dir, loaded.run.updates) as screen:
         ended = anyio.run(launch, started, screen)
@@ -82,7 +84,10 @@ def status(run_dir: RunDir = None, as_json: Annotated[bool, typer.Option("--json
     runtimes.load(folder)
     if as_json:
         path = folder / "status.json"
-        state: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        try:
+            state: dict[str, Any] = json.loads(path.read_bytes()) if path.exists() else {}
+        except ValueError as err:
+            raise ConfigError(f"{path}: not a status file ({err}); the run writes it anew while it goes") from err
         state["steps"] = [msgspec.to_builtins(step) for step in steps(folder)]
         typer.echo(json.dumps(state, indent=2))
         return

@@ -7,6 +7,7 @@ file, with `~` for the user's home; [run] dir and [push] dir are relative to the
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -344,6 +345,8 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {err}") from err
     for key, value in (overrides or {}).items():
         _set(data, key, value)
+    if (where := _unusable(data)) is not None:
+        raise ConfigError(f"{path}: {where} is inf, nan or holds a NUL character; give a finite number or plain text")
     try:
         config = msgspec.convert(data, Config)
     except msgspec.ValidationError as err:
@@ -374,6 +377,17 @@ def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
         here[key] = value
     except (IndexError, ValueError, TypeError, AttributeError) as err:
         raise ConfigError(f"--set {dotted}: there is no such table in the configuration; check the key") from err
+
+
+def _unusable(value: Any, where: str = "") -> str | None:
+    """The key of the first value that TOML can write and a run cannot use: JSON, which stores it, has no inf or nan,
+    and no path holds a NUL character."""
+    if isinstance(value, dict | list):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        found = (_unusable(item, f"{where}.{key}".lstrip(".")) for key, item in pairs)
+        return next((key for key in found if key is not None), None)
+    bad = (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, str) and "\0" in value)
+    return where if bad else None
 
 
 def _explain(message: str, data: dict[str, Any]) -> str:

@@ -94,7 +94,10 @@ async def launch(start_: Launch, screen: Screen) -> Ended:
 
     ClawpipeError for what the user can act on.
     """
-    start_.run_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        start_.run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as err:
+        raise ConfigError(f"{start_.run_dir}: cannot be made ({err.strerror}); give another --run-dir") from err
     with _locked(start_.run_dir):
         report = await anyio.to_thread.run_sync(lambda: run_checks(start_.config, offline=False))
         if report.problems:

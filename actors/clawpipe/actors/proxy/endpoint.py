@@ -69,6 +69,9 @@ class Endpoint:
         except CallError as err:
             await reply.whole(*dialect.error(err))
             return
+        except RecursionError:  # read as JSON, it was just not too deep; whatever walks it then needs more frames
+            await reply.whole(*dialect.error(CallError(Fault.INVALID, "The body is nested too deeply.")))
+            return
         await deliver(reply, dialect, ask, call, self._keepalive_s)
 
 

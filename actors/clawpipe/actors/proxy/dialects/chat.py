@@ -36,6 +36,7 @@ SAMPLING = (
     "frequency_penalty", "presence_penalty", "logprobs", "tool_choice", "parallel_tool_calls",
     "response_format", "reasoning_effort",
 )  # fmt: skip
+MAX_REQUESTED_CHARS = 1000  # of one value in a record, which must fit into a message of NATS whatever is asked for
 
 
 class _Part(Struct):
@@ -215,12 +216,11 @@ def _text(content: _Content) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value that any record can hold: integers of 64 bits, everything composite as its JSON text."""
-    if isinstance(value, bool | float | str):
+    """A value that any record can hold: integers of 64 bits, everything composite as its JSON text, text cut off."""
+    if isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
         return value
-    if isinstance(value, int) and abs(value) < 2**63:
-        return value
-    return msgspec.json.encode(value).decode()
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text[:MAX_REQUESTED_CHARS]
 
 
 def _head(ask: Ask, answer: Answer, kind: str) -> dict[str, Any]:
