@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline import runtime as runtimes
+
 CLAWPIPE = Path(sysconfig.get_path("scripts"), "clawpipe")
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 ROW = {
@@ -136,3 +139,14 @@ def test_check_says_every_problem(tmp_path):
     assert "[push] dir" in result.stderr
     assert "[nats] port" in result.stderr
     assert len(result.stderr.splitlines()) >= 2
+
+
+def test_a_run_is_not_resumed_with_another_model(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    loaded = configuration.load(QUICKSTART)
+    (folder / "config.json").write_bytes(configuration.dump(loaded))
+    runtimes.save(runtimes.Runtime(run_id="cp-test", run_dir=str(folder)))
+    refused = up(tmp_path, "--resume", "--set", "model.tiny.hidden_size=32")
+    assert_refused(refused, str(folder), "[model] is not what this run trains")
+    assert (folder / "config.json").read_bytes() == configuration.dump(loaded)

@@ -51,24 +51,34 @@ def test_a_run_trains_pushes_and_leaves_nothing_behind(small_run):
     assert run.left_behind() == {}
 
 
-def test_engine_learner_and_the_whole_run_are_killed_and_the_run_goes_on(small_run):
+def test_engine_learner_pipeline_and_the_whole_run_are_killed_and_the_run_goes_on(small_run):
     run = small_run(updates=9)
     first = run.up()
     run.await_updates(first, 1)
-    [core] = run.pids("engine", "EngineCore")
-    os.kill(core, signal.SIGKILL)
+    kill(run.pids("engine", "EngineCore"))
     run.await_updates(first, 3)
-    for pid in run.pids("learner", "run learner"):
-        os.kill(pid, signal.SIGKILL)
+    kill(run.pids("learner", "run learner"))
     run.await_updates(first, 5)
+    kill(run.pids("pipeline", "run pipeline"))
+    run.await_updates(first, 6)
     run.kill_all(first)
-    assert run.ends(run.up("--resume")) == 0, run.output
+    second = run.up("--resume")
+    # The learner has ended by then: it must be asked again.
+    run.await_that(second, lambda: run.status().get("phase") == "finishing", "the end of training")
+    kill(run.pids("pipeline", "run pipeline"))
+    assert run.ends(second) == 0, run.output
     summary = run.summary()
     assert summary["updates"] == 9
     assert summary["calls_aborted"] == 0
     assert summary["versions_pushed"] >= 9
     assert_books_balance(run)
     assert run.left_behind() == {}
+
+
+def kill(pids: list[int]) -> None:
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
 
 
 def test_ctrl_c_drains_and_a_second_one_stops_at_once(small_run):

@@ -184,7 +184,10 @@ def test_skipped_rollouts_are_not_closed_again():
     script, joining = two_calls(), assembler()
     joining.skip(["r-000000-0"])
     for record in (*script.records, script.manifest()):
-        assert joining.add(record, 0.0)[1] is None
+        assert joining.add(record, 0.0) == (Arrival.DUPLICATE, None)
+    joining.caught_up()
+    assert joining.add(script.records[0], 0.0) == (Arrival.LATE, None)
+    assert joining.add(script.records[0], 0.0) == (Arrival.DUPLICATE, None)
 
 
 def test_the_newest_version_is_that_of_a_trained_token():

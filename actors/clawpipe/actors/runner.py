@@ -7,7 +7,6 @@ there are no more rollouts, or at SIGTERM: then rollouts are cut, and closing th
 
 from __future__ import annotations
 
-import resource
 import signal
 from functools import partial
 
@@ -21,6 +20,7 @@ from clawpipe.actors.sandbox.supervisor import Supervisor
 from clawpipe.actors.tasks.load import load_tasks
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.observe import EventLog, Progress
+from clawpipe.pipeline.processes import raise_file_limit
 from clawpipe.pipeline.records import Infra
 from clawpipe.pipeline.runtime import Runtime
 
@@ -31,7 +31,7 @@ INFRA_PAUSE_S = 1.0  # a host that cannot run rollouts must not burn the work qu
 
 def main(config: Config, runtime: Runtime) -> None:
     """Runs until drained or terminated. SandboxError, TaskError."""
-    _raise_file_limit()
+    raise_file_limit()
     trio.run(_act, config, runtime)
 
 
@@ -91,9 +91,3 @@ async def _serve(proxy: ProxyLink, workshop: Workshop) -> None:
                 "rollout lost", rollout=reply.request.rollout_id, boundary=outcome.boundary, why=outcome.message
             )
             await trio.sleep(INFRA_PAUSE_S)
-
-
-def _raise_file_limit() -> None:
-    """A sandbox needs about ten descriptors here, and there may be hundreds."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

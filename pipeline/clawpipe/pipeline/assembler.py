@@ -83,6 +83,7 @@ class Assembler:
         self._leaf_cap = leaf_cap
         self._open: dict[str, _Open] = {}
         self._closed: dict[str, frozenset[str]] = {}  # rollout -> the calls that are accounted for
+        self._skipped: set[str] = set()  # closed rollouts of which every call that is read now is accounted for
 
     def add(self, record: CallRecord | RolloutManifest, now_s: float) -> tuple[Arrival, Rollout | None]:
         """Takes a record; gives the rollout if that closes it."""
@@ -117,9 +118,14 @@ class Assembler:
         return _all(waiting.records.values(), reason)
 
     def skip(self, rollout_ids: Iterable[str]) -> None:
-        """These are done: a manifest of theirs is ignored, and so are the calls."""
+        """These are done and in the books: until `caught_up` everything that is read of them is known already."""
         for rollout_id in rollout_ids:
             self._closed.setdefault(rollout_id, frozenset())
+            self._skipped.add(rollout_id)
+
+    def caught_up(self) -> None:
+        """What the stream held at the start is read: a call that comes now for a skipped rollout is a late one."""
+        self._skipped.clear()
 
     def forget_calls(self, rollout_id: str) -> None:
         """Keeps no more of a closed rollout than that it is closed."""
@@ -135,7 +141,7 @@ class Assembler:
         return tuple(rollout_id for rollout_id, waiting in self._open.items() if waiting.manifest is None)
 
     def _after_the_end(self, record: CallRecord | RolloutManifest, known: frozenset[str]) -> Arrival:
-        if isinstance(record, RolloutManifest) or record.call_id in known:
+        if isinstance(record, RolloutManifest) or record.call_id in known or record.rollout_id in self._skipped:
             return Arrival.DUPLICATE
         self._closed[record.rollout_id] = known | {record.call_id}
         return Arrival.LATE

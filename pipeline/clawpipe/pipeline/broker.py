@@ -55,6 +55,7 @@ T = TypeVar("T")
 ACK_WAIT_S = 30.0
 POLL_S = 0.2
 PULL_WAIT_S = 2.0
+ASK_AGAIN_S = 10.0  # a request to a service that died is lost with it
 
 _decode_call = msgspec.msgpack.Decoder(CallRecord).decode
 _decode_manifest = msgspec.msgpack.Decoder(RolloutManifest).decode
@@ -401,7 +402,8 @@ class Broker:
         while True:
             try:
                 left = max(1.0, deadline - anyio.current_time())
-                reply = await self._client.request(f"{self._prefix}.learner", encode(message), timeout=min(60.0, left))
+                patience_s = min(ASK_AGAIN_S, left)
+                reply = await self._client.request(f"{self._prefix}.learner", encode(message), timeout=patience_s)
                 return _decode_reply(reply.data)
             except LOST as err:
                 if anyio.current_time() > deadline:

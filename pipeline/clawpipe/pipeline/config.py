@@ -22,6 +22,7 @@ Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
 Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Name = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]+$")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
@@ -101,7 +102,7 @@ class NatsConfig(_Table, frozen=True, kw_only=True):
     url: str = ""
     port: Port = 0  # of the embedded server; 0: a free one
     prefix: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]+$")] = "clawpipe"  # of all streams and subjects
-    max_store_bytes: Positive = 4 * 1024**3
+    max_store_bytes: Annotated[int, Meta(ge=64 * 1024**2)] = 4 * 1024**3
     connect_timeout_s: Seconds = 10.0
 
 
@@ -109,7 +110,7 @@ class EnginesConfig(_Table, frozen=True, kw_only=True):
     """[engines]: the embedded vLLM engines, or the `urls` of yours."""
 
     urls: tuple[str, ...] = ()
-    count: Positive = 1
+    count: Annotated[int, Meta(ge=1, le=64)] = 1
     port: Port = 0  # of the first embedded engine; 0: free ones
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     eager: bool = False
@@ -154,7 +155,7 @@ class SandboxConfig(_Table, frozen=True, kw_only=True):
 class AgentLoopConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="agentloop"):
     """[[harness]] kind = "agentloop": the white-box tool loop that comes with clawpipe."""
 
-    name: str = "agentloop"
+    name: Name = "agentloop"
     weight: Annotated[float, Meta(gt=0)] = 1.0
     port: Port = 8080  # inside the sandbox
     system: str = "You work on files. Call one tool per turn."
@@ -168,8 +169,8 @@ HarnessConfig = AgentLoopConfig
 class FilingTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="filing"):
     """[[tasks]] kind = "filing": the generated small task family of the quickstart."""
 
-    name: str = "filing"
-    count: Positive = 2000
+    name: Name = "filing"
+    count: Annotated[int, Meta(ge=1, le=1_000_000)] = 2000
     seed: int = 0
     folders: Positive = 4
     stems: Positive = 14
@@ -180,7 +181,7 @@ class ClawGymTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", ta
     """[[tasks]] kind = "clawgym": rows {prompt, hook_code, input_files, ...} of a JSONL file."""
 
     path: str
-    name: str = "clawgym"
+    name: Name = "clawgym"
     limit: NonNegative = 0  # 0: all
     ids: tuple[str, ...] = ()  # empty: all
 

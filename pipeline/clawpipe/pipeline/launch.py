@@ -135,6 +135,8 @@ def _prepare(start_: Launch, task_ids: tuple[str, ...]) -> Runtime:
     config, run_dir = start_.config, start_.run_dir
     folders = model_folders(config)
     earlier = runtimes.load(run_dir) if start_.resume else None
+    if earlier is not None and configuration.restore(run_dir / "config.json").model != config.model:
+        raise ConfigError(f"{run_dir}: [model] is not what this run trains; resume with the configuration that it had")
     run_id = earlier.run_id if earlier else f"cp-{uuid.uuid4().hex[:12]}"
     engine_urls = config.engines.urls or tuple(
         f"http://127.0.0.1:{config.engines.port + index if config.engines.port else free_port()}"
@@ -230,10 +232,10 @@ async def _run_once(run: _Run, role: str) -> None:
 
 def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str] | None = None) -> None:
     run.ended[role] = anyio.Event()
-    services.start_soon(_keep_running, run, role, argv or _argv(run, role))
+    services.start_soon(_keep_running, run, services, role, argv or _argv(run, role))
 
 
-async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
+async def _keep_running(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str]) -> None:
     """Starts the role again whenever it dies; some end by themselves when the run is finished or drained."""
     most = run.config.learner.max_restarts if role == "learner" else MAX_RESTARTS
     restarts = 0
@@ -252,6 +254,8 @@ async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
             raise ClawpipeError(f"{role} cannot be kept running: {_last_error(run.log(role))}")
         run.screen.say(f"{role} ended with code {code}; starting it again ({restarts} of {most})")
         await anyio.sleep(RESTART_PAUSE_S)
+        if role == "pipeline" and "learner" in run.ended and run.ended["learner"].is_set():
+            _keep(run, services, "learner")  # a service that starts anew asks the learner where training stands
 
 
 def _argv(run: _Run, role: str) -> list[str]:

@@ -8,6 +8,7 @@ by these marks alone, so nothing is ever ended by its name.
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -112,6 +113,12 @@ async def until_stopped() -> AsyncIterator[None]:
         group.start_soon(watch, group.cancel_scope)
         yield
         group.cancel_scope.cancel()
+
+
+def raise_file_limit() -> None:
+    """As many open files as we may have: proxy and supervisor hold several per rollout."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def kill_session(session: int) -> None:

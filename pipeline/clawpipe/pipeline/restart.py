@@ -84,6 +84,7 @@ def complete(flow: Flow, stored: Stored, at: Anchor, pending: Sequence[RolloutRe
     for batch in sorted(claims, key=lambda b: (b.updates is None, b.updates or 0)):
         _claim(flow, stored, batch)
     _restore_credits(flow)
+    flow.assembler.caught_up()
     flow.catching_up = False
     flow.check()
 

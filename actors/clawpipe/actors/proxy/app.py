@@ -14,12 +14,13 @@ from clawpipe.actors.proxy.upstream import EngineSampler, make_client
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.processes import until_stopped
+from clawpipe.pipeline.processes import raise_file_limit, until_stopped
 from clawpipe.pipeline.runtime import Runtime
 
 
 def main(config: Config, runtime: Runtime) -> None:
     """Entry point of the role. ClawpipeError when model folder, parser or socket cannot be used."""
+    raise_file_limit()
     anyio.run(_serve, config, runtime)
 
 

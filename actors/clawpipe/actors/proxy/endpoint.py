@@ -14,7 +14,7 @@ from clawpipe.actors.proxy.identity import Session
 from clawpipe.actors.proxy.messages import CallError, Fault
 from clawpipe.actors.proxy.stream import Receive, Reply, Send, deliver
 
-MAX_BODY_BYTES = 64 * 1024**2
+MAX_BODY_BYTES = 16 * 1024**2  # a full window of 64K tokens is well under one MiB
 
 
 class Endpoint:

@@ -138,6 +138,10 @@ class Slots:
                 sock, _ = server.accept()
             except BlockingIOError:
                 continue
+            except OSError as err:  # no descriptor is free just now: the slot waits in the backlog
+                self._log.warning("a slot waits", reason=str(err))
+                await anyio.sleep(READY_POLL_S)
+                continue
             self._connected += 1
             group.start_soon(self._slot, sock)
 
