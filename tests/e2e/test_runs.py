@@ -63,7 +63,7 @@ def test_engine_learner_pipeline_and_the_whole_run_are_killed_and_the_run_goes_o
     run.await_updates(first, 6)
     run.kill_all(first)
     second = run.up("--resume")
-    # The learner has ended by then: it must be asked again.
+    # The learner has said its last word, or is about to: nobody may wait for it.
     run.await_that(second, lambda: run.status().get("phase") == "finishing", "the end of training")
     kill(run.pids("pipeline", "run pipeline"))
     assert run.ends(second) == 0, run.output

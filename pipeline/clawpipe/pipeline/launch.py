@@ -41,7 +41,7 @@ MAX_RESTARTS = 5
 STABLE_S = 300.0  # a role that lived this long starts with a clean record
 USER_ERROR = 2  # the exit code of an error that starting again does not mend
 NATS_START_TIMEOUT_S = 30.0
-LEARNER_END_TIMEOUT_S = 120.0
+LEARNER_END_TIMEOUT_S = 30.0
 ERROR_TAIL_BYTES = 4096
 
 
@@ -232,10 +232,10 @@ async def _run_once(run: _Run, role: str) -> None:
 
 def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str] | None = None) -> None:
     run.ended[role] = anyio.Event()
-    services.start_soon(_keep_running, run, services, role, argv or _argv(run, role))
+    services.start_soon(_keep_running, run, role, argv or _argv(run, role))
 
 
-async def _keep_running(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str]) -> None:
+async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
     """Starts the role again whenever it dies; some end by themselves when the run is finished or drained."""
     most = run.config.learner.max_restarts if role == "learner" else MAX_RESTARTS
     restarts = 0
@@ -254,8 +254,6 @@ async def _keep_running(run: _Run, services: anyio.abc.TaskGroup, role: str, arg
             raise ClawpipeError(f"{role} cannot be kept running: {_last_error(run.log(role))}")
         run.screen.say(f"{role} ended with code {code}; starting it again ({restarts} of {most})")
         await anyio.sleep(RESTART_PAUSE_S)
-        if role == "pipeline" and "learner" in run.ended and run.ended["learner"].is_set():
-            _keep(run, services, "learner")  # a service that starts anew asks the learner where training stands
 
 
 def _argv(run: _Run, role: str) -> list[str]:

@@ -126,6 +126,9 @@ class Service:
         """From the first record to the summary."""
         if self._stored.empty and not self._runtime.resume:
             await self._begin_anew()
+        elif self._is_trained():
+            self._take_up(AskCursor())
+            self._told_s = self._heard_s = time.monotonic()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._stop_on_signal, tasks.cancel_scope)
             tasks.start_soon(self._read_records)
@@ -138,6 +141,11 @@ class Service:
             await self._farewell()
             tasks.cancel_scope.cancel()
         await self._close()
+
+    def _is_trained(self) -> bool:
+        """Whether a checkpoint with all updates has been told: the learner may have ended, and nobody would ask."""
+        standing = self._stored.standing
+        return standing is not None and standing.updates >= self._flow.limits.updates
 
     async def _begin_anew(self) -> None:
         """A run's first start. From here on the ledger file is not empty, so a crash leads to `restart`."""
@@ -313,6 +321,8 @@ class Service:
     async def _commit(self, message: Committed) -> None:
         """The ledger first: after a crash in between, the purge is only late."""
         below = self._flow.committed(message)
+        if self._flow.finished and self._told_s is None:
+            self._told_s = time.monotonic()  # by the service before this one, or by the lease that comes next
         await self._flush()
         await self._broker.purge_records(below)
 
@@ -332,6 +342,8 @@ class Service:
             # A learner that never asks again after a drain is dead, or in a step that is too long to wait for.
             waited = 0.0 if self._no_more_s is None else now - self._no_more_s
             return waited > self._config.run.drain_timeout_s
+        if not self._ready.is_set():
+            return False
         committed = self._flow.committed_updates == self._flow.updates
         quiet = now - self._heard_s
         return now - self._told_s > FINAL_COMMIT_S or (committed and quiet > FAREWELL_S)
