@@ -150,3 +150,12 @@ def test_a_run_is_not_resumed_with_another_model(tmp_path):
     refused = up(tmp_path, "--resume", "--set", "model.tiny.hidden_size=32")
     assert_refused(refused, str(folder), "[model] is not what this run trains")
     assert (folder / "config.json").read_bytes() == configuration.dump(loaded)
+
+
+def test_a_run_that_has_ended_cannot_be_drained(tmp_path):
+    (tmp_path / "config.json").write_bytes(configuration.dump(configuration.load(QUICKSTART)))
+    runtimes.save(runtimes.Runtime(run_id="cp-test", run_dir=str(tmp_path), nats_url="nats://127.0.0.1:1"))
+    command = [str(CLAWPIPE), "drain", "--run-dir", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 2
+    assert "no run is going on here" in result.stderr

@@ -20,11 +20,13 @@ from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.checks import run_checks
 from clawpipe.pipeline.errors import ClawpipeError, ConfigError, one_line
-from clawpipe.pipeline.launch import Ended, Launch, launch
+from clawpipe.pipeline.launch import Ended, Launch, is_running, launch
 from clawpipe.pipeline.observe import start_log, steps
 from clawpipe.pipeline.screen import make_screen, status_lines, summary_lines
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__)
+HELP = "Trains a language model with reinforcement learning inside real, unmodified agent harnesses."
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=HELP)
 
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration, a TOML file.", metavar="CONFIG")]
 Overrides = Annotated[
@@ -101,6 +103,8 @@ def drain(run_dir: RunDir = None) -> None:
     folder = run_dir or newest_run(Path("runs"))
     runtime = runtimes.load(folder)
     config = configuration.restore(folder / "config.json")
+    if not is_running(folder):
+        raise ConfigError(f"{folder}: no run is going on here; `clawpipe status` shows how the last one ended")
 
     async def ask() -> None:
         async with Broker.of_run(runtime, config.nats) as broker:

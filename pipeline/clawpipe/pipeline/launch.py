@@ -130,6 +130,15 @@ def _locked(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def is_running(run_dir: Path) -> bool:
+    """Whether a launcher works in the folder."""
+    try:
+        with _locked(run_dir):
+            return False
+    except ConfigError:
+        return True
+
+
 def _prepare(start_: Launch, task_ids: tuple[str, ...]) -> Runtime:
     """Writes config.json, tasks.json and runtime.json."""
     config, run_dir = start_.config, start_.run_dir
