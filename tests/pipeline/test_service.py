@@ -2,171 +2,35 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import json
 import os
 import signal
-import sqlite3
 import time
 
 import anyio
 import msgspec
 import pytest
-from pipeline_scripts import Script, configuration, two_turns
+from pipeline_scripts import Script, two_turns
 
 from clawpipe.pipeline import runtime as runtimes
-from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.errors import BrokerError, ClawpipeError
-from clawpipe.pipeline.forest import Batch
-from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.pacing import StreamClock
-from clawpipe.pipeline.records import (
-    AskCursor,
-    BatchReady,
-    CallRecord,
-    Chunk,
-    Committed,
-    Finished,
-    Hello,
-    Infra,
-    Lease,
-    Ok,
-    PushReport,
-    Stepped,
-    StreamCursor,
-)
-from clawpipe.pipeline.runtime import Runtime
-from clawpipe.pipeline.service import serve
-
-
-class Run:
-    """A run folder and the parts of a run on one nats-server."""
-
-    def __init__(self, server, folder, **tables):
-        self.server = server
-        self.config = configuration(**tables)
-        self.runtime = Runtime(run_id="test", run_dir=str(folder), nats_url=server.url, nats_token=server.token)
-        (folder / "tasks.json").write_text(json.dumps([f"filing/{n}" for n in range(5)]))
-
-    def broker(self):
-        return Broker.connect(self.server.url, self.server.token)
-
-    async def serve(self, *, resume=False, audit_interval_s=60.0):
-        runtime = msgspec.structs.replace(self.runtime, resume=resume)
-        await serve(self.config, runtime, EventLog("pipeline"), audit_interval_s)
-
-    def summary(self):
-        return json.loads(self.runtime.path("summary.json").read_bytes())
-
-    def status(self):
-        return json.loads(self.runtime.path("status.json").read_bytes())
-
-    def rows(self, query):
-        with sqlite3.connect(self.runtime.path("ledger.sqlite")) as db:
-            return db.execute(query).fetchall()
-
-
-@pytest.fixture
-def run(nats_server, tmp_path):
-    return functools.partial(Run, nats_server, tmp_path)
-
-
-class Learner:
-    """Trains by noting what it was given; what a checkpoint holds survives `crash`."""
-
-    def __init__(self, broker, *, version=0):
-        self.broker = broker
-        self.version = version
-        self.updates = 0
-        self.trained = []  # (updates, batch)
-        self.saved = 0, StreamCursor()
-
-    async def hello(self):
-        self.updates, cursor = self.saved
-        self.trained = [(u, batch) for u, batch in self.trained if u <= self.updates]
-        reply = await self.broker.ask(Hello(version=self.version, updates=self.updates, cursor=cursor), 20)
-        assert reply == Ok()
-
-    async def lease(self):
-        while True:
-            reply = await self.broker.ask(Lease(version=self.version), 20)
-            if isinstance(reply, BatchReady | Finished):
-                return reply
-
-    async def fetch(self, ready):
-        parts = [
-            (await self.broker.ask(Chunk(batch_id=ready.batch_id, index=n), 20)).body for n in range(ready.num_chunks)
-        ]
-        body = b"".join(parts)
-        assert hashlib.blake2b(body).hexdigest() == ready.digest
-        return msgspec.msgpack.decode(body, type=Batch)
-
-    async def step(self, batch):
-        self.version, self.updates = self.version + 1, self.updates + 1
-        self.trained.append((self.updates, batch))
-        message = Stepped(batch_id=batch.batch_id, version=self.version, updates=self.updates, metrics={"train_s": 0.5})
-        assert await self.broker.ask(message, 20) == Ok()
-        assert await self.broker.ask(message, 20) == Ok()  # a reply may be lost
-
-    async def checkpoint(self):
-        cursor = (await self.broker.ask(AskCursor(), 20)).cursor
-        self.saved = self.updates, cursor
-        message = Committed(version=self.version, updates=self.updates, cursor=cursor, path="x")
-        assert await self.broker.ask(message, 20) == Ok()
-
-    async def train(self, updates=None, every=1):
-        while updates is None or self.updates < updates:
-            ready = await self.lease()
-            if isinstance(ready, Finished):
-                await self.checkpoint()
-                return
-            await self.step(await self.fetch(ready))
-            if self.updates % every == 0:
-                await self.checkpoint()
-
-    def rollouts(self):
-        return [row.rollout_id for _, batch in self.trained for row in batch.rollouts]
-
-
-async def act(broker, play=two_turns, version=lambda: 0):
-    """Runs requests for ever; `play` gives the records of each."""
-    while True:
-        delivery = await broker.pull_request(0.5)
-        if delivery is None:
-            continue
-        for record in play(delivery.request, delivery.attempt, version=version()):
-            if isinstance(record, CallRecord):
-                await broker.publish_call(record)
-            else:
-                await broker.publish_manifest(record)
-        await delivery.ack()
+from clawpipe.pipeline.records import CallRecord, Hello, Infra, PushReport, StreamCursor
 
 
 def test_a_run_trains_its_updates_and_accounts_for_every_token(run):
     run = run()
+    learner = run.learner
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
+        async with run.around() as (broker, tasks):
             for engine, version, pause in [("e0", 0, 0.1), ("e0", 1, 0.3)]:
                 await broker.report_push(
                     PushReport(engine=engine, version=version, pause_s=pause, applied_s=time.time())
                 )
-            learner = Learner(asking)
+            tasks.start_soon(learner.hello_and_train)
+            await run.serve()
 
-            async def training():
-                await learner.hello()
-                await learner.train()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                tasks.start_soon(training)
-                await run.serve()
-                tasks.cancel_scope.cancel()
-            return learner
-
-    learner = anyio.run(main)
+    anyio.run(main)
     summary = run.summary()
     assert learner.updates == 3
     assert len(learner.rollouts()) == len(set(learner.rollouts())) == 12
@@ -193,6 +57,7 @@ def test_a_run_trains_its_updates_and_accounts_for_every_token(run):
 
 def test_a_rollout_lost_to_infrastructure_is_run_again_and_counts_in_no_group(run):
     run = run(run={"updates": 1})
+    learner = run.learner
 
     def play(request, attempt, *, version):
         *calls, manifest = two_turns(request, attempt, version=version)
@@ -201,22 +66,11 @@ def test_a_rollout_lost_to_infrastructure_is_run_again_and_counts_in_no_group(ru
         return [*calls, manifest]
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around(play) as (_, tasks):
+            tasks.start_soon(learner.hello_and_train)
+            await run.serve()
 
-            async def training():
-                await learner.hello()
-                await learner.train()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, play, lambda: learner.version)
-                tasks.start_soon(training)
-                await run.serve()
-                tasks.cancel_scope.cancel()
-            return learner
-
-    learner = anyio.run(main)
+    anyio.run(main)
     assert sorted(learner.rollouts()) == ["r-000000-0", "r-000000-1-1", "r-000001-0", "r-000001-1"]
     summary = run.summary()
     assert summary["rollouts"]["infra"] == 1
@@ -226,11 +80,10 @@ def test_a_rollout_lost_to_infrastructure_is_run_again_and_counts_in_no_group(ru
 
 def test_what_a_crashed_learner_trained_beyond_its_checkpoint_is_trained_again_and_nothing_else(run):
     run = run(run={"updates": 5}, schedule={"max_staleness": 8})
+    learner = run.learner
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around() as (_, tasks):
             lost = []
 
             async def training():
@@ -243,14 +96,11 @@ def test_what_a_crashed_learner_trained_beyond_its_checkpoint_is_trained_again_a
                 await learner.hello()
                 await learner.train()
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                tasks.start_soon(training)
-                await run.serve()
-                tasks.cancel_scope.cancel()
-            return learner, lost
+            tasks.start_soon(training)
+            await run.serve()
+            return lost
 
-    learner, lost = anyio.run(main)
+    lost = anyio.run(main)
     assert learner.updates == 5
     assert len(learner.rollouts()) == len(set(learner.rollouts())) == 20
     assert set(lost) <= set(learner.rollouts())
@@ -258,22 +108,13 @@ def test_what_a_crashed_learner_trained_beyond_its_checkpoint_is_trained_again_a
     assert len(run.summary()["reward"]["per_update"]) == 5
 
 
-async def serve_until(run, stop, **options):
-    """The service, ended at once when `stop` returns: as by SIGKILL, nothing is written at the end."""
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(functools.partial(run.serve, **options))
-        await stop()
-        tasks.cancel_scope.cancel()
-
-
 @pytest.mark.parametrize("when", ["before the step", "after the step", "between chunks and step"])
 def test_a_service_that_is_killed_goes_on_with_a_learner_that_lives(run, when):
     run = run(run={"updates": 4})
+    learner = run.learner
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around() as (_, tasks):
             held = []
 
             async def first():
@@ -291,15 +132,11 @@ def test_a_service_that_is_killed_goes_on_with_a_learner_that_lives(run, when):
                     await learner.step(held[0][1])
                 await learner.train()
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                await serve_until(run, first)
-                tasks.start_soon(rest)
-                await run.serve()
-                tasks.cancel_scope.cancel()
-            return learner
+            await run.serve_until(first)
+            tasks.start_soon(rest)
+            await run.serve()
 
-    learner = anyio.run(main)
+    anyio.run(main)
     assert learner.updates == 4
     assert len(learner.rollouts()) == len(set(learner.rollouts())) == 16
     summary = run.summary()
@@ -311,35 +148,22 @@ def test_a_service_that_is_killed_goes_on_with_a_learner_that_lives(run, when):
 
 def test_a_run_that_is_killed_whole_resumes_from_the_checkpoint_and_trains_every_rollout_once(run):
     run = run(run={"updates": 6}, schedule={"max_staleness": 8})
+    learner = run.learner
+
+    async def first():
+        await learner.hello()
+        await learner.train(updates=3, every=2)  # one update beyond the checkpoint
+        await learner.lease()
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around():
+            await run.serve_until(first)
+        learner.version += 1
+        async with run.around() as (_, tasks):
+            tasks.start_soon(learner.hello_and_train)
+            await run.serve(resume=True)
 
-            async def first():
-                await learner.hello()
-                await learner.train(updates=3, every=2)  # one update beyond the checkpoint
-                await learner.lease()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                await serve_until(run, first)
-                tasks.cancel_scope.cancel()
-            learner.version += 1
-
-            async def rest():
-                await learner.hello()
-                await learner.train()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                tasks.start_soon(rest)
-                await run.serve(resume=True)
-                tasks.cancel_scope.cancel()
-            return learner
-
-    learner = anyio.run(main)
+    anyio.run(main)
     assert learner.updates == 6
     assert len(learner.rollouts()) == len(set(learner.rollouts())) == 24
     summary = run.summary()
@@ -351,11 +175,10 @@ def test_a_run_that_is_killed_whole_resumes_from_the_checkpoint_and_trains_every
 
 def test_a_drain_takes_untaken_requests_back_waits_for_the_others_and_resumes(run):
     run = run(run={"updates": 6})
+    learner = run.learner
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around(play=None) as (broker, _):
 
             async def draining():
                 await learner.hello()
@@ -377,18 +200,12 @@ def test_a_drain_takes_untaken_requests_back_waits_for_the_others_and_resumes(ru
             drained = run.summary(), await broker.pending_requests()
             await broker.clear_drain()
 
-            async def rest():
-                await learner.hello()
-                await learner.train()
+        async with run.around() as (_, tasks):
+            tasks.start_soon(learner.hello_and_train)
+            await run.serve(resume=True)
+        return drained
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                tasks.start_soon(rest)
-                await run.serve(resume=True)
-                tasks.cancel_scope.cancel()
-            return learner, *drained
-
-    learner, summary, pending = anyio.run(main)
+    summary, pending = anyio.run(main)
     assert pending == ()
     assert summary["updates"] == 0
     assert summary["rollouts"]["settled"] == 2
@@ -403,28 +220,18 @@ def test_a_drain_takes_untaken_requests_back_waits_for_the_others_and_resumes(ru
 
 def test_a_rollout_that_was_acknowledged_without_a_manifest_is_found_named_and_run_again(run):
     run = run(run={"updates": 1})
+    learner = run.learner
 
     def play(request, attempt, *, version):
         records = two_turns(request, attempt, version=version)
         return records[:1] if request.rollout_id == "r-000001-0" else records
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around(play) as (_, tasks):
+            tasks.start_soon(learner.hello_and_train)
+            await run.serve(audit_interval_s=0.2)
 
-            async def training():
-                await learner.hello()
-                await learner.train()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, play, lambda: learner.version)
-                tasks.start_soon(training)
-                await run.serve(audit_interval_s=0.2)
-                tasks.cancel_scope.cancel()
-            return learner
-
-    learner = anyio.run(main)
+    anyio.run(main)
     assert sorted(learner.rollouts()) == ["r-000000-0", "r-000000-1", "r-000001-0-1", "r-000001-1"]
     assert run.summary()["rollouts"]["lost"] == 1
     assert run.summary()["tokens"]["dropped"] == {"lost": 2}
@@ -432,11 +239,10 @@ def test_a_rollout_that_was_acknowledged_without_a_manifest_is_found_named_and_r
 
 def test_a_full_replay_queue_stops_the_reading_until_the_learner_takes_a_batch(run):
     run = run(run={"updates": 3}, replay={"capacity_rollouts": 4})
+    learner = run.learner
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
+        async with run.around() as (broker, tasks):
             seen = []
 
             async def training():
@@ -447,14 +253,11 @@ def test_a_full_replay_queue_stops_the_reading_until_the_learner_takes_a_batch(r
                 seen.append(run.status()["held"])
                 await learner.train()
 
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                tasks.start_soon(training)
-                await run.serve()
-                tasks.cancel_scope.cancel()
-            return learner, seen[0]
+            tasks.start_soon(training)
+            await run.serve()
+            return seen[0]
 
-    learner, held = anyio.run(main)
+    held = anyio.run(main)
     assert held["queued_groups"] == 2
     assert held["in_flight"] == 8
     assert len(learner.rollouts()) == 12
@@ -464,8 +267,7 @@ def test_a_drain_ends_without_a_learner_that_never_came(run):
     run = run(run={"updates": 3, "drain_timeout_s": 0.2})
 
     async def main():
-        async with run.broker() as broker:
-            await broker.setup(1024**3)
+        async with run.around(play=None) as (broker, _):
             await broker.request_drain()
             with anyio.fail_after(20):
                 await run.serve(resume=True)
@@ -479,14 +281,12 @@ def test_sigterm_ends_the_role_with_a_summary(run):
     run = run()
 
     async def main():
-        async with run.broker() as broker:
-            await broker.setup(1024**3)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run.serve)
-                while len(await broker.pending_requests()) < 12:  # noqa: ASYNC110
-                    await anyio.sleep(0.05)
-                await anyio.sleep(0.2)
-                os.kill(os.getpid(), signal.SIGTERM)
+        async with run.around(play=None) as (broker, _), anyio.create_task_group() as tasks:
+            tasks.start_soon(run.serve)
+            while len(await broker.pending_requests()) < 12:  # noqa: ASYNC110
+                await anyio.sleep(0.05)
+            await anyio.sleep(0.2)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     anyio.run(main)
     assert run.summary()["rollouts"] == {
@@ -511,25 +311,16 @@ def test_the_streams_clock_stands_still_while_nothing_is_taken():
 
 def test_records_below_the_checkpoints_cursor_are_purged(run):
     run = run(run={"updates": 2})
+    learner = run.learner
 
     async def main():
-        async with run.broker() as broker, run.broker() as actor, run.broker() as asking:
-            await broker.setup(1024**3)
-            learner = Learner(asking)
-
-            async def training():
-                await learner.hello()
-                await learner.train()
-
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(act, actor, two_turns, lambda: learner.version)
-                tasks.start_soon(training)
-                await run.serve()
-                tasks.cancel_scope.cancel()
+        async with run.around() as (broker, tasks):
+            tasks.start_soon(learner.hello_and_train)
+            await run.serve()
             last = await broker.last_records_sequence()
-            return learner, last, await broker.has_records(1)
+            return last, await broker.has_records(1)
 
-    learner, last, left = anyio.run(main)
+    last, left = anyio.run(main)
     assert learner.saved == (2, StreamCursor(sequence=last + 1))
     assert not left
 
@@ -538,11 +329,9 @@ def test_a_learner_that_has_seen_more_than_this_run_is_an_error_that_says_what_t
     run = run()
 
     async def main():
-        async with run.broker() as broker, run.broker() as asking:
-            await broker.setup(1024**3)
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(asking.ask, Hello(version=9, updates=9, cursor=StreamCursor()), 1)
-                await run.serve()
+        async with run.around(play=None) as (broker, tasks):
+            tasks.start_soon(broker.ask, Hello(version=9, updates=9, cursor=StreamCursor()), 1)
+            await run.serve()
 
     with pytest.raises(BaseExceptionGroup) as caught:
         anyio.run(main)
@@ -554,14 +343,12 @@ def test_a_new_run_refuses_streams_that_hold_another_runs_records(run):
     run = run()
 
     async def main():
-        async with run.broker() as broker:
-            await broker.setup(1024**3)
+        async with run.around(play=None) as (broker, _):
             await broker.publish_call(Script().call([1], [2]))
-            with anyio.fail_after(20):
+            with pytest.raises(BrokerError, match="prefix 'clawpipe' hold another run's records"), anyio.fail_after(20):
                 await run.serve()
 
-    with pytest.raises(BrokerError, match="prefix 'clawpipe' hold another run's records"):
-        anyio.run(main)
+    anyio.run(main)
 
 
 def test_a_run_folder_without_tasks_is_an_error_before_anything_starts(run):

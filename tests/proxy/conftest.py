@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import sys
 import warnings
 from collections.abc import Callable
 from contextlib import asynccontextmanager
@@ -35,6 +36,8 @@ from clawpipe.pipeline.config import (
 )
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import FinishReason, RolloutManifest, RolloutRequest, Scored, VersionSpan
+
+sys.path.insert(0, str(Path(__file__).parent))  # for chat_requests
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
