@@ -211,3 +211,34 @@ async def test_no_server_is_one_clear_error():
     with pytest.raises(BrokerError, match=r"no connection .* check \[nats\] url"):
         async with Broker.connect(f"nats://127.0.0.1:{free_port()}", timeout_s=1):
             pass
+
+
+async def test_a_request_is_taken_back_or_run_and_never_both(nats_server):
+    taken: list[str] = []
+    stop, under_way = anyio.Event(), anyio.Event()
+
+    async def pull(broker: Broker) -> None:
+        while not stop.is_set():
+            if (delivery := await broker.pull_request(0.2)) is not None:
+                taken.append(delivery.request.rollout_id)
+            if len(taken) >= 20:
+                under_way.set()
+
+    async with Broker.connect(nats_server.url, nats_server.token) as broker:
+        await broker.setup(1024**3)
+        for round_ in range(3):
+            taken.clear()
+            stop, under_way = anyio.Event(), anyio.Event()
+            wanted = {f"r-{100 * round_ + index}" for index in range(100)}
+            for index in range(100):
+                await broker.publish_request(request(100 * round_ + index))
+            async with anyio.create_task_group() as tasks:
+                for _ in range(4):
+                    tasks.start_soon(pull, broker)
+                await under_way.wait()
+                back = [r.rollout_id for r in await broker.withdraw_requests()]
+                await anyio.sleep(0.3)
+                stop.set()
+            assert len(taken) >= 20
+            assert back
+            assert sorted([*taken, *back]) == sorted(wanted)

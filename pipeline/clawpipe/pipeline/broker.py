@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 import anyio
@@ -55,6 +56,7 @@ T = TypeVar("T")
 ACK_WAIT_S = 30.0
 POLL_S = 0.2
 PULL_WAIT_S = 2.0
+WITHDRAW_S = 60.0
 ASK_AGAIN_S = 10.0  # a request to a service that died is lost with it
 
 _decode_call = msgspec.msgpack.Decoder(CallRecord).decode
@@ -240,8 +242,16 @@ class Broker:
     async def withdraw_requests(self) -> tuple[RolloutRequest, ...]:
         """Takes the requests back that no runner has pulled yet, and gives them; those pulled stay.
 
-        A request that is pulled at this very moment may be among them and run all the same.
+        Nothing is delivered meanwhile, so no request is both taken back and run.
         """
+        until = datetime.now(UTC) + timedelta(seconds=WITHDRAW_S)
+        await self._js.pause_consumer(self._requests, "runners", until.isoformat())
+        try:
+            return await self._withdraw()
+        finally:
+            await self._js.resume_consumer(self._requests, "runners")
+
+    async def _withdraw(self) -> tuple[RolloutRequest, ...]:
         consumer = await self._js.consumer_info(self._requests, "runners")
         taken = consumer.delivered.stream_seq if consumer.delivered else 0
         found: list[RolloutRequest] = []

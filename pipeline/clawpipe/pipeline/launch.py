@@ -43,6 +43,7 @@ USER_ERROR = 2  # the exit code of an error that starting again does not mend
 NATS_START_TIMEOUT_S = 30.0
 LEARNER_END_TIMEOUT_S = 30.0
 ERROR_TAIL_BYTES = 4096
+RUN_DIR_NOTE = "run_dir"  # beside staged weights: whose they are
 
 
 class Screen(Protocol):
@@ -132,11 +133,20 @@ def _locked(run_dir: Path) -> Iterator[None]:
 
 def is_running(run_dir: Path) -> bool:
     """Whether a launcher works in the folder."""
+    if not (run_dir / "lock").exists():
+        return False
     try:
         with _locked(run_dir):
             return False
     except ConfigError:
         return True
+
+
+def remove_abandoned(push_root: Path) -> None:
+    """Removes staged weights of runs that were killed: a resumed run stages its own again."""
+    for note in push_root.glob(f"clawpipe-cp-*/{RUN_DIR_NOTE}"):
+        if not is_running(Path(note.read_text())):
+            shutil.rmtree(note.parent, ignore_errors=True)
 
 
 def _prepare(start_: Launch, task_ids: tuple[str, ...]) -> Runtime:
@@ -151,8 +161,10 @@ def _prepare(start_: Launch, task_ids: tuple[str, ...]) -> Runtime:
         f"http://127.0.0.1:{config.engines.port + index if config.engines.port else free_port()}"
         for index in range(config.engines.count)
     )
+    remove_abandoned(Path(config.push.dir))
     push_dir = Path(config.push.dir, f"clawpipe-{run_id}")
     push_dir.mkdir(parents=True, exist_ok=True)
+    (push_dir / RUN_DIR_NOTE).write_text(str(run_dir))
     runtime = Runtime(
         run_id=run_id,
         run_dir=str(run_dir),
