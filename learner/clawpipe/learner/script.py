@@ -19,7 +19,15 @@ from msgspec import Struct
 from clawpipe.learner.conversation import ASK_TIMEOUT_S, Conversation
 from clawpipe.pipeline.errors import BrokerError, LearnerError
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.records import BatchReady, Committed, Finished, Stepped, StreamCursor, WeightVersion
+from clawpipe.pipeline.records import (
+    LEARNER_SECONDS,
+    BatchReady,
+    Committed,
+    Finished,
+    Stepped,
+    StreamCursor,
+    WeightVersion,
+)
 
 MAX_NONFINITE = 5
 PATIENCE_S = 60.0  # the other ranks hear from rank 0 at least this often
@@ -176,7 +184,7 @@ class Script:
         if trained.refused:
             self.log.warning("batch refused", batch=ready.batch_id, reason=trained.refused)
             return
-        shown = ("reward_mean", "loss", "grad_norm", "k1", "ess", "num_entries", *sorted(_SECONDS))
+        shown = ("reward_mean", "loss", "grad_norm", "k1", "ess", "num_entries", *LEARNER_SECONDS)
         fields = {name: round(metrics[name], 6) for name in shown if name in metrics}
         self.log.info("update", batch=ready.batch_id, version=at.version, updates=at.updates, **fields)
 
@@ -189,7 +197,6 @@ class Script:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
 
-_SECONDS = frozenset({"wait_s", "fetch_s", "train_s", "push_s", "checkpoint_s"})
 _DAMAGED = Trained(refused="the body does not match its digest: it was damaged, or another batch came in its place")
 
 

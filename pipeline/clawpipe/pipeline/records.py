@@ -207,8 +207,12 @@ class Chunk(Struct, frozen=True, kw_only=True, tag="chunk"):
     index: int
 
 
+# The names in `Stepped.metrics` of where the learner's seconds went since its last report.
+LEARNER_SECONDS = ("wait_s", "fetch_s", "train_s", "push_s", "checkpoint_s")
+
+
 class Stepped(Struct, frozen=True, kw_only=True, tag="stepped"):
-    """The learner made its optimizer step on a batch and holds `version` now."""
+    """The learner is done with a batch and holds `version` now, the one before if there was nothing to learn from."""
 
     batch_id: str
     version: int

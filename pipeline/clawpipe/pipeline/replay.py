@@ -109,10 +109,5 @@ class Replay:
         """Tokens in the queue."""
         return sum(group.num_tokens for group in self._groups)
 
-    @property
-    def num_kept(self) -> int:
-        """Trainable tokens in the queue."""
-        return sum(rollout.num_kept for group in self._groups for rollout in group.rollouts)
-
     def _is_stale(self, rollout: Rollout, learner_version: int) -> bool:
         return learner_version - rollout.newest_version > self._max_staleness

@@ -11,14 +11,13 @@ import numpy as np
 
 from clawpipe.pipeline.books import RolloutState, Totals, UpdateRow
 from clawpipe.pipeline.ledger import Ledger
-from clawpipe.pipeline.records import PushReport
+from clawpipe.pipeline.records import LEARNER_SECONDS, PushReport
 from clawpipe.pipeline.segments import DropReason
 
 EDGE_UPDATES = 3  # the first and the last reward are means over so many updates
 
 _GRADED = ("scored", "timed_out", "agent_failed")
 _INFRA = ("infra", "verifier_infra")
-_SECONDS = ("wait_s", "fetch_s", "train_s", "push_s", "checkpoint_s")
 
 
 def summary(ledger: Ledger, pushes: Sequence[PushReport], wall_s: float) -> dict[str, Any]:
@@ -135,7 +134,7 @@ def _harness(totals: Totals) -> dict[str, Any]:
 
 
 def _time(total: Totals, updates: Sequence[UpdateRow], wall_s: float) -> dict[str, Any]:
-    learner = {name: [row.metrics.get(name, 0.0) for row in updates] for name in _SECONDS}
+    learner = {name: [row.metrics.get(name, 0.0) for row in updates] for name in LEARNER_SECONDS}
     stepped = [row.stepped_s for row in updates]
     return {
         "wall_s": wall_s,
