@@ -25,6 +25,7 @@ import trio
 from clawpipe.actors import demos
 from clawpipe.actors.harness import agentloop_program as program
 from clawpipe.actors.harness.agentloop import PROGRAM, PROGRAM_INSIDE, AgentLoop
+from clawpipe.actors.harness.base import ModelCall
 from clawpipe.actors.harness.load import make_harness
 from clawpipe.actors.sandbox.collect import Snapshot
 from clawpipe.actors.sandbox.process import Exit
@@ -133,7 +134,7 @@ def run_agentloop(
     """Starts the program with the command line and environment of its adapter."""
     with serving(script) as provider:
         config = AgentLoopConfig(port=provider.port, **settings)
-        launch = make_harness(config, "policy").launch(make_task(prompt))
+        launch = make_harness(config, ModelConfig(path="/m")).launch(make_task(prompt))
         program_on_host = launch.binds[PROGRAM_INSIDE]
         argv = [program_on_host if part == PROGRAM_INSIDE else part for part in launch.argv]
         at = argv.index("--")
@@ -395,7 +396,7 @@ def test_the_adapter_names_port_program_and_prompt() -> None:
     assert launch.env["OPENAI_BASE_URL"] == "http://127.0.0.1:9000/v1"
     assert launch.argv[-5:] == ("--system=Hi.", "--max-turns=4", "--max-tokens=64", "--", "Work.")
     assert Path(launch.binds[PROGRAM_INSIDE]).is_file()
-    assert harness.classify({"messages": []}) is Role.MAIN
+    assert harness.classify(ModelCall(path="/v1/chat/completions", headers={}, body={"messages": []})) is Role.MAIN
     assert harness.agent_error(0, b"agentloop: finished\n") is None
     assert harness.agent_error(-9, b"") == "agentloop ended with exit code -9: no output"
 

@@ -24,7 +24,7 @@ from clawpipe.actors.proxy import service
 from clawpipe.actors.proxy.parse import TurnParser
 from clawpipe.actors.proxy.render import Renderer
 from clawpipe.actors.proxy.slots import listening
-from clawpipe.actors.proxy.upstream import NOTHING, Sampled
+from clawpipe.actors.proxy.upstream import NOTHING, Sampled, Wanted
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import (
     AgentLoopConfig,
@@ -147,9 +147,9 @@ class ScriptedSampler:
     async def ready(self) -> None:
         """There is always a next script."""
 
-    async def sample(self, prompt, max_tokens: int, call_id: str, cut: anyio.Event) -> Sampled:
-        self.prompts.append(prompt.tolist())
-        self.limits.append(max_tokens)
+    async def sample(self, wanted: Wanted, cut: anyio.Event) -> Sampled:
+        self.prompts.append(wanted.prompt.tolist())
+        self.limits.append(wanted.max_tokens)
         entry = self.script.pop(0)
         if isinstance(entry, Exception):
             raise entry

@@ -16,7 +16,7 @@ from clawpipe.actors.proxy.capture import Recorder
 from clawpipe.actors.proxy.dialects.chat import Chat
 from clawpipe.actors.proxy.identity import Session
 from clawpipe.actors.proxy.render import Encoder, Renderer
-from clawpipe.actors.proxy.upstream import EngineSampler, Sampled, make_client
+from clawpipe.actors.proxy.upstream import EngineSampler, Sampled, Wanted, make_client
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import EngineState, FinishReason, Role, VersionSpan, floats, ints
@@ -46,7 +46,7 @@ async def test_a_turn_ends_with_its_stop_token_and_all_its_tokens_have_logprob_a
     found: list[Sampled] = []
 
     async def one(sampler: EngineSampler, n: int) -> None:
-        found.append(await sampler.sample(asked, 600, f"s{n}", anyio.Event()))
+        found.append(await sampler.sample(Wanted(prompt=asked, max_tokens=600, call_id=f"s{n}"), anyio.Event()))
 
     async with sampling_from(engine, renderer.stop_ids) as sampler, anyio.create_task_group() as group:
         for n in range(16):
@@ -74,10 +74,10 @@ async def test_a_cut_call_hands_over_the_tokens_that_it_has(engine, after_s):
             await anyio.sleep(after_s)
             cut.set()
 
-        await sampler.sample(asked, 8, "warm-up", anyio.Event())
+        await sampler.sample(Wanted(prompt=asked, max_tokens=8, call_id="warm-up"), anyio.Event())
         group.start_soon(cut_later)
         with anyio.fail_after(4):
-            sampled = await sampler.sample(asked, 1700, "cut", cut)
+            sampled = await sampler.sample(Wanted(prompt=asked, max_tokens=1700, call_id="cut"), cut)
     assert sampled.finish_reason is FinishReason.CUT
     assert len(sampled.ids) < 1700
     assert len(sampled.ids) == len(sampled.logprobs)

@@ -14,7 +14,7 @@ import pytest
 
 from clawpipe.actors.engines.pool import EnginePool
 from clawpipe.actors.proxy.listen import Listener, serving
-from clawpipe.actors.proxy.upstream import EngineSampler, make_client
+from clawpipe.actors.proxy.upstream import EngineSampler, Wanted, make_client
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.observe import EventLog
@@ -95,7 +95,7 @@ async def served(engine: Engine, version: int | None = 3, **options: Any):
 
 
 async def sample(sampler: EngineSampler, cut: anyio.Event | None = None):
-    return await sampler.sample(PROMPT, 64, "r.a1.c0", cut or anyio.Event())
+    return await sampler.sample(Wanted(prompt=PROMPT, max_tokens=64, call_id="r.a1.c0"), cut or anyio.Event())
 
 
 async def test_ids_go_in_and_ids_logprobs_and_versions_come_out():

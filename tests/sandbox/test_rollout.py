@@ -65,7 +65,7 @@ class SmallHarness:
     def launch(self, task: Task) -> Launch:
         return Launch(argv=("python3", "-I", "-S", "-c", HARNESS + self.tail), port=self.port)
 
-    def classify(self, body):
+    def classify(self, call):
         raise AssertionError("that is the proxy's to ask")
 
     def agent_error(self, exit_code: int, output: bytes) -> str | None:

@@ -83,12 +83,13 @@ def demonstrations(config: Config) -> Iterator[dict[str, Any]]:
     tools, and nothing of the tasks.
     """
     sources = [source for source in config.tasks if isinstance(source, FilingTasksConfig)]
+    loops = [entry for entry in config.harness if isinstance(entry, AgentLoopConfig)] or [AgentLoopConfig()]
     tiny = config.model.tiny or TinyModelConfig()
     dice = random.Random(f"demonstrations-{tiny.seed}")  # the seed is the model's: it is cached across runs
     with tempfile.TemporaryDirectory(prefix="clawpipe-demos-", dir=_in_memory()) as folder:
         picked = _distinct_errands(sources or [FilingTasksConfig()], dice)
         for number, (errand, held_out, flaw) in enumerate(picked):
-            harness = config.harness[number % len(config.harness)]
+            harness = loops[number % len(loops)]
             workspace = Path(folder, str(number))
             messages = demonstrate(errand, flaw, harness, workspace)
             yield {

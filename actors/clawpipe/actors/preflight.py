@@ -63,7 +63,7 @@ def _prompts(config: Config, tasks: dict[str, Task]) -> list[str]:
     """For each harness the first task that it cannot be given."""
     problems = []
     for entry in config.harness:
-        harness = make_harness(entry, config.model.name)
+        harness = make_harness(entry, config.model)
         for task in tasks.values():
             try:
                 harness.launch(task)
@@ -88,7 +88,7 @@ def _harness_programs(config: Config, tasks: dict[str, Task]) -> Iterator[str]:
     """Files that a harness brings into the sandbox and that are not there."""
     for entry in config.harness:
         for task in list(tasks.values())[:1]:
-            for path in make_harness(entry, config.model.name).launch(task).binds.values():
+            for path in make_harness(entry, config.model).launch(task).binds.values():
                 if not Path(path).is_file():
                     yield f"[[harness]] {entry.name}: its program {path} is missing; install clawpipe anew"
 

@@ -104,7 +104,9 @@ async def _run_harness(
     """The harness's life in its sandbox, which is gone when this returns."""
     rollout_id = assigned.request.rollout_id
     name = f"{rollout_id}.a{assigned.attempt}"
-    async with workshop.host.sandbox(task.files, name=name, port=launch.port, binds=launch.binds) as box:
+    async with workshop.host.sandbox(
+        task.files, name=name, port=launch.port, binds=launch.binds, home_files=launch.home_files
+    ) as box:
         assert box.listener is not None
         opening = link.Open(rollout_id=rollout_id, harness=harness.name)
         await proxy.ask(opening, link.Opened, listener=box.listener)

@@ -38,7 +38,7 @@ def main(config: Config, runtime: Runtime) -> None:
 async def _act(config: Config, runtime: Runtime) -> None:
     log = EventLog("actor")
     tasks = await trio.to_thread.run_sync(load_tasks, config.tasks)
-    harnesses = {entry.name: make_harness(entry, config.model.name) for entry in config.harness}
+    harnesses = {entry.name: make_harness(entry, config.model) for entry in config.harness}
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_at_signal, nursery.cancel_scope)
         progress = Progress(runtime.path(), "actor", "preparing sandboxes")

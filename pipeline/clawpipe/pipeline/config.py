@@ -133,6 +133,11 @@ class ProxyConfig(_Table, frozen=True, kw_only=True):
     settle_timeout_s: Seconds = 30.0  # how long calls in flight may finish when their harness has ended
     engine_wait_s: Seconds = 600.0  # how long a call waits for an engine that restarts
     publish_timeout_s: Seconds = 30.0  # until NATS has stored a record
+    on_malformed_tool_call: Literal["text", "resample"] = "text"  # what a call that cannot be parsed is turned into
+    max_resamples: Positive = 2  # of one turn; what is malformed even then goes out as text
+    history_thinking: Literal["keep", "template"] = "keep"  # of earlier turns: as sampled, or as the template says
+    max_parallel_calls: Positive = 32  # of one rollout; more are told to try again
+    max_connections: Positive = 128  # of one rollout; more wait to be accepted
 
 
 class SandboxConfig(_Table, frozen=True, kw_only=True):
@@ -146,6 +151,7 @@ class SandboxConfig(_Table, frozen=True, kw_only=True):
     max_processes: Positive = 128
     workspace_bytes: Positive = 64 * 1024**2  # that an agent may add to its task's files
     workspace_files: Positive = 20_000
+    scratch_bytes: Positive = 64 * 1024**2  # of /tmp, and of HOME: both are memory
     max_output_bytes: Positive = 4 * 1024**2  # of the harness; more ends it
     collect_max_files: Positive = 5_000  # in what an agent leaves, its task's files not counted
     collect_max_bytes: Positive = 64 * 1024**2
@@ -163,7 +169,70 @@ class AgentLoopConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="
     max_tokens: Positive = 1024  # per turn
 
 
-HarnessConfig = AgentLoopConfig
+class McpConfig(_Table, frozen=True, kw_only=True):
+    """[[harness.mcp]]: an MCP server that the harness starts inside the sandbox, in its own way, over stdio.
+
+    Either a `command` of yours, or `documents`: the stock server that searches and reads a folder of this host.
+    """
+
+    name: Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
+    command: tuple[str, ...] = ()  # program and arguments, as they are inside the sandbox
+    documents: str = ""  # a folder on this host; the sandbox sees it read-only
+    env: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        if bool(self.command) == bool(self.documents):
+            raise ValueError(f"MCP server {self.name}: set exactly one of `command` and `documents`")
+
+
+class _InstalledHarness(_Table, frozen=True, kw_only=True):
+    """What the entries of all harnesses from npm share; `clawpipe harness install` puts them into the cache."""
+
+    weight: Annotated[float, Meta(gt=0)] = 1.0
+    port: Port = 8080  # inside the sandbox
+    version: str = ""  # of its npm package; empty: the one that this clawpipe was tested with
+    max_output_tokens: Positive = 8192  # that the harness is told a turn may have
+    env: dict[str, str] = {}  # on top of what the adapter sets
+    mcp: tuple[McpConfig, ...] = ()
+
+
+class OpenClawConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="openclaw"):
+    """[[harness]] kind = "openclaw": one `openclaw agent exec` per rollout."""
+
+    name: Name = "openclaw"
+    api: Literal["openai-completions", "anthropic-messages", "openai-responses"] = "openai-completions"
+    tools: tuple[str, ...] = ("read", "write", "edit", "exec")  # beside those of its minimal profile
+    precheck_compaction: bool = False  # compacts by its own count between turns, not only on an overflow
+
+
+class ClaudeCodeConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="claude_code"):
+    """[[harness]] kind = "claude_code": one `claude -p` per rollout."""
+
+    name: Name = "claude_code"
+    bare: bool = False  # its smallest system prompt and three tools
+    background_tasks: bool = False  # sub-agents in the background; without, the main loop waits for them
+
+
+class CodexConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="codex"):
+    """[[harness]] kind = "codex": one `codex exec` per rollout."""
+
+    name: Name = "codex"
+
+
+class OpenCodeConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="opencode"):
+    """[[harness]] kind = "opencode": one `opencode run` per rollout."""
+
+    name: Name = "opencode"
+
+
+class QwenCodeConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="qwen_code"):
+    """[[harness]] kind = "qwen_code": one `qwen` per rollout."""
+
+    name: Name = "qwen_code"
+
+
+InstalledHarnessConfig = OpenClawConfig | ClaudeCodeConfig | CodexConfig | OpenCodeConfig | QwenCodeConfig
+HarnessConfig = AgentLoopConfig | InstalledHarnessConfig
 
 
 class FilingTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="filing"):

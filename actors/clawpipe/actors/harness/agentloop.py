@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from clawpipe.actors.harness.base import Launch
+from clawpipe.actors.harness.base import Launch, ModelCall
 from clawpipe.actors.tasks.task import Task
 from clawpipe.pipeline.config import AgentLoopConfig
 from clawpipe.pipeline.errors import TaskError
@@ -59,7 +57,7 @@ class AgentLoop:
             f"--max-tokens={self._config.max_tokens}",
         )
 
-    def classify(self, body: Mapping[str, Any]) -> Role:
+    def classify(self, call: ModelCall) -> Role:
         """agentloop has one conversation and no calls on the side."""
         return Role.MAIN
 

@@ -11,6 +11,14 @@ from clawpipe.actors.tasks.task import Task
 from clawpipe.pipeline.records import Role
 
 
+class ModelCall(Struct, frozen=True, kw_only=True):
+    """A request to the model as it came over the wire: all that a classifier may look at."""
+
+    path: str
+    headers: Mapping[str, str]  # names in lower case
+    body: Mapping[str, Any]
+
+
 class Launch(Struct, frozen=True, kw_only=True):
     """How a harness is started in a sandbox whose current folder is the workspace.
 
@@ -20,7 +28,8 @@ class Launch(Struct, frozen=True, kw_only=True):
     argv: tuple[str, ...]
     port: int
     env: Mapping[str, str] = {}
-    binds: Mapping[str, str] = {}  # path inside the sandbox -> path on the host; read-only
+    binds: Mapping[str, str] = {}  # path inside the sandbox -> path on the host, a file or a folder; read-only
+    home_files: Mapping[str, bytes] = {}  # path below HOME (`bubblewrap.HOME`) -> content; the harness may change them
 
 
 class Harness(Protocol):
@@ -40,8 +49,8 @@ class Harness(Protocol):
         """How to start it on this task. TaskError when the task cannot be given to it."""
         ...
 
-    def classify(self, body: Mapping[str, Any]) -> Role:
-        """What a call is for, told from its request body alone."""
+    def classify(self, call: ModelCall) -> Role:
+        """What a call is for, told from the request alone."""
         ...
 
     def agent_error(self, exit_code: int, output: bytes) -> str | None:

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
-from collections.abc import Mapping
-from typing import Any
 
 import anyio
 import anyio.abc
 import numpy as np
 from msgspec import Struct
 
+from clawpipe.actors.harness.base import ModelCall
 from clawpipe.actors.proxy.capture import Prompt, Recorder
 from clawpipe.actors.proxy.graft import Broken, Graft
 from clawpipe.actors.proxy.identity import Call, Session
 from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault, Message, Speaker
 from clawpipe.actors.proxy.parse import TurnParser
 from clawpipe.actors.proxy.render import Encoder, Gap, Renderer, TemplateRefusal
-from clawpipe.actors.proxy.upstream import Sampled, Sampler
+from clawpipe.actors.proxy.upstream import Sampled, Sampler, Wanted
 from clawpipe.pipeline.errors import BrokerError, EngineError
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import FinishReason, IntArray
@@ -56,7 +54,7 @@ class Calls:
         self._group = group
         self._log = log
 
-    async def start(self, session: Session, ask: Ask, body: Mapping[str, Any]) -> Call:
+    async def start(self, session: Session, ask: Ask, wire: ModelCall) -> Call:
         """The call that answers this request, on its way; a repeated request gets the call that it repeats.
 
         CallError when it is refused before anything is sampled.
@@ -70,8 +68,8 @@ class Calls:
             return same
         call = session.begin(digest)
         try:
-            prompt = await self._prepare(session, ask, body)
-            session.prepared(call)
+            prompt = await self._prepare(session, ask, wire)
+            session.prepared(call, len(prompt.ids), prompt.started_s)
         except CallError as err:
             call.finish(err)
             raise
@@ -81,7 +79,7 @@ class Calls:
         self._group.start_soon(self._run, session, call, ask, prompt)
         return call
 
-    async def _prepare(self, session: Session, ask: Ask, body: Mapping[str, Any]) -> Prompt:
+    async def _prepare(self, session: Session, ask: Ask, wire: ModelCall) -> Prompt:
         """Renders, grafts, encodes and measures."""
         started_s = time.time()
         self._parser.accept(ask.tools)
@@ -92,7 +90,7 @@ class Calls:
         return Prompt(
             ids=ids,
             max_tokens=self._room(len(ids), ask.max_tokens),
-            role=session.classify(body),
+            role=session.classify(wire),
             broken=broken,
             requested=ask.requested,
             started_s=started_s,
@@ -140,9 +138,14 @@ class Calls:
         outcome: Answer | CallError = CallError(Fault.SETTLED, "The call was ended.")
         try:
             with call.scope:
-                sampled = await self._sampler.sample(
-                    prompt.ids, prompt.max_tokens, session.call_id(call.index), call.cut
+                wanted = Wanted(
+                    prompt=prompt.ids,
+                    max_tokens=prompt.max_tokens,
+                    call_id=session.call_id(call.index),
+                    role=prompt.role,
+                    stop=ask.stop,
                 )
+                sampled = await self._sampler.sample(wanted, call.cut)
                 outcome = await self._finish(session, call, ask, prompt, sampled)
         except (EngineError, BrokerError) as err:
             session.num_aborted += 1
@@ -155,11 +158,11 @@ class Calls:
         self, session: Session, call: Call, ask: Ask, prompt: Prompt, sampled: Sampled
     ) -> Answer | CallError:
         """Parses, records, and only then makes the turn known."""
-        answer_id = hashlib.blake2b(session.call_id(call.index).encode(), digest_size=12).hexdigest()
+        assert call.head is not None
         turn = self._parser.parse(
             self._renderer.decode(sampled.ids),
             ask.tools if ask.tools_allowed else (),
-            answer_id,
+            call.head.id,
             truncated=sampled.finish_reason is not FinishReason.STOP,
         )
         await self._recorder.store(session, call, prompt, sampled, malformed=turn.malformed)
@@ -167,13 +170,7 @@ class Calls:
         session.sampled(call, prompt.ids, sampled.ids, turn, Graft(sampled.ids, complete))
         if sampled.finish_reason is FinishReason.CUT:
             return CallError(Fault.SETTLED, "The call was cut.")
-        return Answer(
-            id=answer_id,
-            turn=turn,
-            prompt_tokens=len(prompt.ids),
-            completion_tokens=len(sampled.ids),
-            created_s=prompt.started_s,
-        )
+        return Answer(head=call.head, turn=turn, completion_tokens=len(sampled.ids))
 
 
 def _find(session: Session, message: Message) -> list[Graft] | Broken:

@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 
+from clawpipe.actors.harness.base import ModelCall
 from clawpipe.actors.proxy.calls import Calls
 from clawpipe.actors.proxy.dialects.chat import Chat, models
 from clawpipe.actors.proxy.dialects.dialect import Dialect, read_body
@@ -58,14 +59,17 @@ class Endpoint:
             return
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, receive, client_gone)
-            await self._answer(session, dialect, data, reply)
+            await self._answer(session, dialect, scope, data, reply)
             group.cancel_scope.cancel()
 
-    async def _answer(self, session: Session, dialect: Dialect, data: bytes, reply: Reply) -> None:
+    async def _answer(
+        self, session: Session, dialect: Dialect, scope: MutableMapping[str, Any], data: bytes, reply: Reply
+    ) -> None:
         try:
             body = read_body(data)
             ask = dialect.read(body)
-            call = await self._calls.start(session, ask, body)
+            wire = ModelCall(path=scope["path"], headers=_headers(scope), body=body)
+            call = await self._calls.start(session, ask, wire)
         except CallError as err:
             await reply.whole(*dialect.error(err))
             return
@@ -73,6 +77,11 @@ class Endpoint:
             await reply.whole(*dialect.error(CallError(Fault.INVALID, "The body is nested too deeply.")))
             return
         await deliver(reply, dialect, ask, call, self._keepalive_s)
+
+
+def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
+    """Names in lower case; of a header that comes twice the last."""
+    return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def _read(receive: Receive, client_gone: anyio.Event) -> bytes:

@@ -6,20 +6,21 @@ not change any more.
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import StrEnum
-from typing import Any
 
 import anyio
 import numpy as np
 
+from clawpipe.actors.harness.base import ModelCall
 from clawpipe.actors.proxy.graft import Broken, Graft, SampledTurns
-from clawpipe.actors.proxy.messages import Answer, CallError, Fault, Message, Turn
+from clawpipe.actors.proxy.messages import Answer, CallError, Fault, Head, Message, Turn
 from clawpipe.actors.proxy.prefixes import PrefixIndex
 from clawpipe.pipeline.records import CallEntry, FinishReason, IntArray, Role
 
-Classify = Callable[[Mapping[str, Any]], Role]
+Classify = Callable[[ModelCall], Role]
 
 
 class SessionState(StrEnum):
@@ -35,7 +36,8 @@ class Call:
 
     def __init__(self, digest: str) -> None:
         self.digest = digest
-        self.index = -1  # set when it is prepared
+        self.index = -1  # set when it is prepared, and `head` with it
+        self.head: Head | None = None
         self.prepared = anyio.Event()
         self.cut = anyio.Event()  # set: end sampling now
         self.done = anyio.Event()
@@ -98,9 +100,11 @@ class Session:
         self._latest[digest] = call
         return call
 
-    def prepared(self, call: Call) -> str:
+    def prepared(self, call: Call, prompt_tokens: int, started_s: float) -> str:
         """The call will be sampled; returns its id."""
         call.index = self._num_prepared
+        answer_id = hashlib.blake2b(self.call_id(call.index).encode(), digest_size=12).hexdigest()
+        call.head = Head(id=answer_id, prompt_tokens=prompt_tokens, created_s=started_s)
         self._num_prepared += 1
         call.prepared.set()
         return self.call_id(call.index)

@@ -83,13 +83,14 @@ class Ask(Struct, frozen=True, kw_only=True):
     tools: tuple[dict[str, Any], ...] = ()  # as OpenAI writes them, which chat templates expect
     tools_allowed: bool = True  # False: whatever the turn says is text
     max_tokens: int | None = None
+    stop: tuple[str, ...] = ()  # texts that end the turn; they are no part of it
     stream: bool = False
     include_usage: bool = False
     requested: dict[str, Any] = {}  # sampling parameters that the harness asked for; recorded, not obeyed
 
     def digest(self) -> str:
         """blake2b of what determines the answer; whether it is streamed does not."""
-        body = (self.messages, self.tools, self.tools_allowed, self.max_tokens)
+        body = (self.messages, self.tools, self.tools_allowed, self.max_tokens, self.stop)
         return hashlib.blake2b(msgspec.json.encode(body), digest_size=16).hexdigest()
 
 
@@ -103,14 +104,20 @@ class Turn(Struct, frozen=True, kw_only=True):
     malformed: bool = False  # it tried to call a tool and failed; the attempt stands in `text`
 
 
+class Head(Struct, frozen=True, kw_only=True):
+    """What is known of an answer before it is sampled."""
+
+    id: str  # letters and digits, unique in the run
+    prompt_tokens: int
+    created_s: float
+
+
 class Answer(Struct, frozen=True, kw_only=True):
     """A turn with what a dialect must say about it."""
 
-    id: str  # letters and digits, unique in the run
+    head: Head
     turn: Turn
-    prompt_tokens: int
     completion_tokens: int
-    created_s: float
 
 
 class Fault(StrEnum):

@@ -87,4 +87,4 @@ class Crashes:
 
 def classifiers(config: Config) -> dict[str, Classify]:
     """Per harness, how to tell what a call is for."""
-    return {entry.name: make_harness(entry, config.model.name).classify for entry in config.harness}
+    return {entry.name: make_harness(entry, config.model).classify for entry in config.harness}

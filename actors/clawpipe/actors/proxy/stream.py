@@ -63,6 +63,9 @@ async def deliver(reply: Reply, dialect: Dialect, ask: Ask, call: Call, keepaliv
     """
     if ask.stream:
         await reply.begin(200, EVENTS)
+        assert call.head is not None
+        if opening := dialect.opening(ask, call.head):
+            await reply.write(opening)
         await _wait(reply, call, dialect.keepalive, keepalive_s)
         await _send_events(reply, dialect, ask, call)
     else:

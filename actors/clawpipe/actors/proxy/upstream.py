@@ -20,7 +20,7 @@ from msgspec import Struct
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.records import FinishReason, FloatArray, IntArray, VersionSpan
+from clawpipe.pipeline.records import FinishReason, FloatArray, IntArray, Role, VersionSpan
 
 FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
@@ -70,10 +70,20 @@ NOTHING = Sampled(
 )
 
 
+class Wanted(Struct, frozen=True, kw_only=True):
+    """A turn that is to be sampled."""
+
+    prompt: IntArray  # int32 [P]
+    max_tokens: int
+    call_id: str
+    role: Role = Role.MAIN
+    stop: tuple[str, ...] = ()  # texts that end it
+
+
 class Sampler(Protocol):
     """Where turns come from."""
 
-    async def sample(self, prompt: IntArray, max_tokens: int, call_id: str, cut: anyio.Event) -> Sampled:
+    async def sample(self, wanted: Wanted, cut: anyio.Event) -> Sampled:
         """Samples one turn. When `cut` is set before it is complete: what there is by then, as CUT.
 
         EngineError when there is no turn and will be none.
@@ -118,11 +128,10 @@ class _Unusable(Exception):
 class _Job:
     """One call on its way: what is sent, and to whom it was sent last."""
 
-    def __init__(self, prompt: IntArray, max_tokens: int, call_id: str) -> None:
-        self.prompt = prompt
-        self.max_tokens = max_tokens
-        self.call_id = call_id
-        self.request_id = call_id
+    def __init__(self, wanted: Wanted) -> None:
+        self.wanted = wanted
+        self.call_id = wanted.call_id
+        self.request_id = wanted.call_id
         self.url: str | None = None  # of the engine that samples it now
         self.tries = 0
         self.outcome: Sampled | EngineError = NOTHING
@@ -159,9 +168,9 @@ class EngineSampler:
         """Waits until an engine serves a weight version."""
         await self._pool.ready()
 
-    async def sample(self, prompt: IntArray, max_tokens: int, call_id: str, cut: anyio.Event) -> Sampled:
+    async def sample(self, wanted: Wanted, cut: anyio.Event) -> Sampled:
         """One turn; waits for an engine as long as `engine_wait_s` allows."""
-        job = _Job(prompt, max_tokens, call_id)
+        job = _Job(wanted)
         async with anyio.create_task_group() as group:
             group.start_soon(self._cut, job, cut, group.cancel_scope)
             try:
@@ -222,8 +231,8 @@ class EngineSampler:
     def _body(self, job: _Job, version: int) -> bytes:
         body: dict[str, Any] = {
             "request_id": job.request_id,
-            "token_ids": job.prompt.tolist(),
-            "sampling_params": {**self._sampling, "max_tokens": job.max_tokens},
+            "token_ids": job.wanted.prompt.tolist(),
+            "sampling_params": {**self._sampling, "max_tokens": job.wanted.max_tokens},
             "cache_salt": str(version),
             "stream": False,
         }

@@ -126,7 +126,12 @@ class Box:
         return Process(popened, pidfd, status_fd, self._group, uid)
 
     def _options(self, env: Mapping[str, str], report_fd: int, blob: Callable[[bytes], int]) -> int:
-        view = replace(self._host.ground.view(self._built), env=env, home_files=self._home_files)
+        view = replace(
+            self._host.ground.view(self._built),
+            env=env,
+            home_files=self._home_files,
+            scratch_bytes=self._host.config.scratch_bytes,
+        )
         words = bubblewrap.options(view, self._host.root_options, self._host.seccomp, blob)
         return blob(bubblewrap.encode_options([*words, "--json-status-fd", str(report_fd)]))
 

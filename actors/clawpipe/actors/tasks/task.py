@@ -8,6 +8,14 @@ from pathlib import PurePosixPath
 from msgspec import Struct
 
 
+class McpServer(Struct, frozen=True, kw_only=True):
+    """An MCP server as a harness starts it inside the sandbox, over stdio."""
+
+    name: str
+    command: tuple[str, ...]  # program and arguments
+    env: Mapping[str, str] = {}
+
+
 class Task(Struct, frozen=True, kw_only=True):
     """One task. Paths are relative, normalised and inside their folder.
 
@@ -21,6 +29,7 @@ class Task(Struct, frozen=True, kw_only=True):
     files: Mapping[str, bytes]
     grader: Mapping[str, bytes]
     grader_entry: str
+    mcp: tuple[McpServer, ...] = ()  # tool servers that this task brings along
 
 
 def inside_path(text: str) -> str:

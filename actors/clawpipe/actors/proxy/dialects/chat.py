@@ -14,6 +14,7 @@ from clawpipe.actors.proxy.messages import (
     Block,
     CallError,
     Fault,
+    Head,
     Message,
     Speaker,
     Text,
@@ -145,6 +146,10 @@ class Chat:
         body = {**_head(ask, answer, "chat.completion"), "choices": [choice], "usage": _usage(answer)}
         return msgspec.json.encode(body)
 
+    def opening(self, ask: Ask, head: Head) -> bytes:
+        """Nothing: the first chunk says nothing that a client waits for."""
+        return b""
+
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
         """`chat.completion.chunk` objects: role, reasoning, text, calls, finish reason, usage if asked for, end."""
         head = _head(ask, answer, "chat.completion.chunk")
@@ -225,9 +230,9 @@ def _plain(value: Any) -> Any:
 
 def _head(ask: Ask, answer: Answer, kind: str) -> dict[str, Any]:
     return {
-        "id": f"chatcmpl-{answer.id}",
+        "id": f"chatcmpl-{answer.head.id}",
         "object": kind,
-        "created": int(answer.created_s),
+        "created": int(answer.head.created_s),
         "model": ask.model,
         "system_fingerprint": None,
     }
@@ -235,9 +240,9 @@ def _head(ask: Ask, answer: Answer, kind: str) -> dict[str, Any]:
 
 def _usage(answer: Answer) -> dict[str, int]:
     return {
-        "prompt_tokens": answer.prompt_tokens,
+        "prompt_tokens": answer.head.prompt_tokens,
         "completion_tokens": answer.completion_tokens,
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
+        "total_tokens": answer.head.prompt_tokens + answer.completion_tokens,
     }
 
 

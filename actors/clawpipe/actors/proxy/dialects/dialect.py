@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault
+from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault, Head
 
 
 class Dialect(Protocol):
@@ -27,8 +27,12 @@ class Dialect(Protocol):
         """The answer to a request that did not ask for a stream."""
         ...
 
+    def opening(self, ask: Ask, head: Head) -> bytes:
+        """The stream's first events, sent as soon as the turn is being sampled; empty when there is nothing to say."""
+        ...
+
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
-        """The answer as a stream's events; the last one ends it."""
+        """The events that follow the opening; the last one ends the stream."""
         ...
 
     def error(self, error: CallError) -> tuple[int, bytes]:
