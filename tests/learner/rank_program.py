@@ -20,7 +20,7 @@ from clawpipe.learner.correction import build_correction
 from clawpipe.learner.model import build_model
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.update import Objective, Policy, update
-from clawpipe.pipeline.config import AlgorithmConfig, CorrectionConfig, LearnerConfig, ParallelConfig
+from clawpipe.pipeline.config import CorrectionConfig, GrpoConfig, LearnerConfig, ParallelConfig
 from clawpipe.pipeline.records import StreamCursor
 
 
@@ -32,7 +32,7 @@ def train(plan: dict, ranks: parallel.Ranks, layout: ParallelConfig) -> dict:
     optimizer = AdamW(wrapped, settings)
     policy = Policy(model=wrapped, optimizer=optimizer, ranks=ranks)
     objective = Objective(
-        algorithm=AlgorithmConfig(),
+        algorithm=GrpoConfig(),
         correction=build_correction(CorrectionConfig()),
         temperature=1.0,
         max_staleness=4,

@@ -69,3 +69,10 @@ def test_a_missing_model_folder_and_a_missing_push_folder_are_named(tmp_path):
     model, push = check(config(model=table, push={"dir": str(tmp_path / "shm")}), offline=False)
     assert "no such folder; give a Hugging Face model folder" in model
     assert push.startswith("[push] dir")
+
+
+def test_ppo_is_taken_as_a_recipe_and_refused_where_it_would_run(tmp_path):
+    recipe = config(algorithm={"kind": "ppo"}, push={"dir": str(tmp_path)})
+    assert check(recipe, offline=True) == []
+    [found] = check(recipe, offline=False)
+    assert "no value model" in found

@@ -19,7 +19,7 @@ from clawpipe.learner.correction import build_correction
 from clawpipe.learner.model import build_model, unwrap
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.update import Objective, Policy, update
-from clawpipe.pipeline.config import AlgorithmConfig, CorrectionConfig, LearnerConfig, ParallelConfig
+from clawpipe.pipeline.config import CorrectionConfig, GrpoConfig, LearnerConfig, ParallelConfig
 from clawpipe.pipeline.forest import Batch
 
 LEARNER = LearnerConfig(lr=1e-3, eps=1e-4, clip_grad=0.05)
@@ -28,7 +28,7 @@ TEMPERATURE = 0.7
 
 def objective(minibatches: int = 1, max_staleness: int = 4, aggregation: str = "rollout_mean") -> Objective:
     return Objective(
-        algorithm=AlgorithmConfig(aggregation=aggregation),
+        algorithm=GrpoConfig(aggregation=aggregation),
         correction=build_correction(CorrectionConfig(cap=1.5, decay=0.8)),
         temperature=TEMPERATURE,
         max_staleness=max_staleness,

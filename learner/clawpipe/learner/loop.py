@@ -30,7 +30,7 @@ from clawpipe.learner.parallel import Ranks
 from clawpipe.learner.script import Command, Position, Save, Script, Stage, Stop, Train, Trained, Wait
 from clawpipe.learner.shape import read_shape
 from clawpipe.learner.update import Objective, Policy, update
-from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.config import Config, GrpoConfig
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.processes import OWNER, start, sweep
@@ -90,6 +90,7 @@ class Learner:
         self._config = config
         self._runtime = runtime
         self._ranks = ranks
+        assert isinstance(config.algorithm, GrpoConfig), "preflight refuses any other"
         self._objective = Objective(
             algorithm=config.algorithm,
             correction=build_correction(config.correction),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clawpipe.learner.shape import ModelShape, check_layout, check_split, read_shape
 from clawpipe.pipeline.checks import Report
-from clawpipe.pipeline.config import Config, LearnerConfig, ModelConfig, TinyModelConfig
+from clawpipe.pipeline.config import AlgorithmConfig, Config, LearnerConfig, ModelConfig, PpoConfig, TinyModelConfig
 from clawpipe.pipeline.errors import LearnerError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -23,8 +23,19 @@ def check(config: Config, offline: bool) -> Report:
             f"({config.schedule.groups_per_step} x {config.schedule.group_size}); lower it"
         )
     if not offline:
-        problems += [*_model_files(config.model), *_machine(config.learner), *_push_folder(config.push.dir)]
+        problems += [
+            *_algorithm(config.algorithm),
+            *_model_files(config.model),
+            *_machine(config.learner),
+            *_push_folder(config.push.dir),
+        ]
     return Report(problems=tuple(problems))
+
+
+def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
+    if isinstance(algorithm, PpoConfig):
+        return ['[algorithm] kind = "ppo": this learner has no value model yet; set kind = "grpo" to train']
+    return []
 
 
 def _layout(config: Config) -> list[str]:

@@ -27,7 +27,7 @@ from clawpipe.learner.model import unwrap
 from clawpipe.learner.numerics import token_logprobs, token_logprobs_and_entropy
 from clawpipe.learner.optimizer import Optimizer
 from clawpipe.learner.parallel import Ranks
-from clawpipe.pipeline.config import AlgorithmConfig
+from clawpipe.pipeline.config import GrpoConfig
 from clawpipe.pipeline.forest import RolloutRow
 
 
@@ -44,7 +44,7 @@ class Policy:
 class Objective:
     """What an update maximises."""
 
-    algorithm: AlgorithmConfig
+    algorithm: GrpoConfig
     correction: Correction
     temperature: float  # of the rollouts; logits are divided by it
     max_staleness: int  # older tokens are left out of the loss

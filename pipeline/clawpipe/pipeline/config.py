@@ -328,14 +328,29 @@ class LearnerConfig(_Table, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
 
 
-class AlgorithmConfig(_Table, frozen=True, kw_only=True):
-    """[algorithm]: GRPO; the formula and its sources are in `learner/loss.py`."""
+class GrpoConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo"):
+    """[algorithm] kind = "grpo": advantages from the group; the formula and its sources are in `learner/loss.py`."""
 
-    kind: Literal["grpo"] = "grpo"
     eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
     eps_high: Annotated[float, Meta(gt=0)] = 0.28
     advantage_eps: Annotated[float, Meta(gt=0)] = 1e-4
     aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
+
+
+class PpoConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
+    """[algorithm] kind = "ppo": advantages from a value model of its own, A_t = R - V(s_t).
+
+    The learner has no value model yet: `clawpipe check` says so, and `clawpipe check --offline` takes the recipe.
+    """
+
+    eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    eps_high: Annotated[float, Meta(gt=0)] = 0.28
+    aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
+    value_lr: Annotated[float, Meta(gt=0)] = 5e-6
+    value_pretrain_updates: NonNegative = 10  # in which the value model alone learns
+
+
+AlgorithmConfig = GrpoConfig | PpoConfig
 
 
 class CorrectionConfig(_Table, frozen=True, kw_only=True):
@@ -384,7 +399,7 @@ class Config(_Table, frozen=True, kw_only=True):
     schedule: ScheduleConfig = ScheduleConfig()
     replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: AlgorithmConfig = GrpoConfig()
     correction: CorrectionConfig = CorrectionConfig()
     push: PushConfig = PushConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -14,7 +14,7 @@ from clawpipe.pipeline.admission import Admission
 from clawpipe.pipeline.assembler import Arrival, Assembler, Rollout
 from clawpipe.pipeline.batches import Batches, Built, Recipe
 from clawpipe.pipeline.books import BatchRow, RolloutState, Standing, UpdateRow
-from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.config import Config, GrpoConfig
 from clawpipe.pipeline.cursor import Spans
 from clawpipe.pipeline.errors import ClawpipeError
 from clawpipe.pipeline.ledger import Ledger
@@ -83,6 +83,7 @@ class Flow:
             max_staleness=schedule.max_staleness,
             groups_per_step=schedule.groups_per_step,
         )
+        assert isinstance(config.algorithm, GrpoConfig), "the learner's preflight refuses any other"
         self.recipe = Recipe(
             advantage_eps=config.algorithm.advantage_eps,
             pack_tokens=config.learner.pack_tokens,
