@@ -127,7 +127,8 @@ def test_the_summary_is_what_the_rollouts_measured():
     ids = [settle(ledger, 0), settle(ledger, 1, outcome=TimedOut(reward=0.25), aborted=2)]
     other = settle(ledger, 0, 1, harness="x", reason=DropReason.OVER_BRANCHED)
     title = Script(other).call([1], [2, 3, 4, 5], role=Role.TITLE)
-    ledger.stray(msgspec.structs.replace(title, harness="x"), "g-000001", DropReason.LATE)
+    title = msgspec.structs.replace(title, harness="x", graft_broken="foreign", malformed_tool_call=True)
+    ledger.stray(title, "g-000001", DropReason.LATE)
     train(ledger, ids, 1, masked={ids[0]: 1}, mean=1.0, most=2, reward=0.125, metrics={"train_s": 2.0, "wait_s": 1.0})
     train(ledger, [settle(ledger, 0, 2)], 2, entries=3, mean=2.0, most=2, reward=0.5, at=4.0)
     pushes = [PushReport(engine="e", version=v, pause_s=s, applied_s=0.0) for v, s in [(0, 0.1), (1, 0.3), (1, 0.5)]]
@@ -149,10 +150,16 @@ def test_the_summary_is_what_the_rollouts_measured():
     assert found["staleness"] == {"mean": pytest.approx((6 * 1.0 + 3 * 2.0) / 9), "max": 2}
     assert found["harness"]["x"] == {
         "rollouts": 1,
+        "outcomes": {"scored": 1},
         "calls": 3,
+        "calls_aborted": 0,
         "roles": {"main": 2, "title": 1},
+        "malformed_tool_calls": 1,
+        "broken_grafts": {"foreign": 1},
+        "prefix_reuse": 5 / 10,  # the second call's prompt begins with the 5 tokens of the first, prompts of 3, 6, 1
         "tokens": {"sampled": 7, "trained": 0, "dropped": {"late": 4, "over_branched": 3}},
         "reward_mean": 0.0,
+        "per_update": {"rollouts": [0, 0], "reward": [None, None]},
     }
     assert found["harness"]["agentloop"]["reward_mean"] == pytest.approx((0.0 + 0.25 + 0.0) / 3)
     assert found["time"]["rollout_s"] == 8.0

@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+from msgspec import structs
 from pipeline_scripts import Script, simple
 
 from clawpipe.pipeline.replay import ReadyGroup, Replay
 
 
-def group(number, *, versions=(0, 0), tokens=3):
+def group(number, *, versions=(0, 0), tokens=3, harness="loop"):
     rollouts = tuple(
         simple(f"r-{number:06d}-{place}", float(place), version=version, tokens=tokens)
         for place, version in enumerate(versions)
     )
+    rollouts = tuple(replace(r, manifest=structs.replace(r.manifest, harness=harness)) for r in rollouts)
     return ReadyGroup(f"g-{number:06d}", number, 0, rollouts)
 
 
@@ -18,8 +22,8 @@ def replay(**limits):
     return Replay(**{**plain, **limits})
 
 
-def taken(queue, version=0):
-    return [g.number for g in queue.take(version).groups]
+def taken(queue, version=0, awaited=()):
+    return [g.number for g in queue.take(version, awaited).groups]
 
 
 def test_the_oldest_groups_by_admission_are_taken_first_whenever_they_came():
@@ -91,3 +95,36 @@ def test_a_queue_without_a_batch_is_never_full_lest_nothing_ever_move_again():
     queue = replay(capacity_tokens=1)
     queue.put(group(1, tokens=1000))
     assert not queue.full
+
+
+def test_every_batch_has_each_harness_share_even_of_one_that_is_slow():
+    queue = replay(shares={"quick": 1, "slow": 1})
+    for number in (1, 2, 3):
+        queue.put(group(number, harness="quick"))
+    assert taken(queue, awaited={"quick", "slow"}) == []
+    queue.put(group(4, harness="slow"))
+    assert taken(queue, awaited={"quick", "slow"}) == [1, 4]
+    assert [g.number for g in queue.groups] == [2, 3]
+
+
+def test_a_share_of_which_nothing_runs_any_more_is_filled_with_the_oldest_others():
+    queue = replay(shares={"quick": 1, "slow": 1})
+    for number in (1, 2, 3):
+        queue.put(group(number, harness="quick"))
+    assert taken(queue, awaited={"quick"}) == [1, 2]
+
+
+def test_what_no_share_asks_for_goes_by_age():
+    queue = replay(groups_per_step=3, shares={"a": 1, "b": 1, "c": 0})
+    for number, harness in enumerate("aaccb"):
+        queue.put(group(number, harness=harness))
+    assert taken(queue) == [0, 1, 4]
+
+
+def test_a_queue_that_waits_for_a_share_is_never_full():
+    queue = replay(capacity_rollouts=4, shares={"quick": 1, "slow": 1})
+    for number in (1, 2, 3):
+        queue.put(group(number, harness="quick"))
+    assert not queue.full
+    queue.put(group(4, harness="slow"))
+    assert queue.full

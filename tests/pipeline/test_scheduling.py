@@ -13,8 +13,15 @@ from clawpipe.pipeline.segments import DropReason
 TASKS = [f"t/{n}" for n in range(7)]
 
 
-def scheduler(*, seed=0, group_size=2, refill=True, harnesses=(("a", 1.0),)):
-    return Scheduler(tasks=TASKS, harnesses=harnesses, group_size=group_size, seed=seed, refill=refill)
+def scheduler(*, seed=0, groups_per_step=4, group_size=2, refill=True, harnesses=(("a", 1.0),)):
+    return Scheduler(
+        tasks=TASKS,
+        harnesses=harnesses,
+        groups_per_step=groups_per_step,
+        group_size=group_size,
+        seed=seed,
+        refill=refill,
+    )
 
 
 def lost(request):
@@ -36,10 +43,20 @@ def test_the_same_seed_gives_the_same_assignments_in_any_order_of_asking_and_ano
     assert [scheduler(seed=-1).assignment(n) for n in range(50)] != forwards
 
 
-def test_harnesses_are_drawn_by_weight():
+def test_every_step_has_each_harness_by_its_weight_in_changing_order():
     planned = scheduler(harnesses=(("a", 3.0), ("b", 1.0)))
-    counts = Counter(planned.assignment(n)[1] for n in range(2000))
-    assert counts["a"] / 2000 == pytest.approx(0.75, abs=0.03)
+    steps = [[planned.assignment(4 * step + n)[1] for n in range(4)] for step in range(40)]
+    assert all(sorted(step) == ["a", "a", "a", "b"] for step in steps)
+    assert len({tuple(step) for step in steps}) == 4
+    assert planned.shares == {"a": 3, "b": 1}
+
+
+def test_weights_that_do_not_divide_a_step_are_met_on_average():
+    planned = scheduler(groups_per_step=2, harnesses=(("a", 2.0), ("b", 2.0), ("c", 1.0)))
+    steps = [Counter(planned.assignment(2 * step + n)[1] for n in range(2)) for step in range(2000)]
+    assert all(max(step.values()) == 1 for step in steps)
+    assert sum(step["c"] for step in steps) / 4000 == pytest.approx(0.2, abs=0.02)
+    assert planned.shares == {"a": 0, "b": 0, "c": 0}
 
 
 def test_a_group_is_requested_whole_with_one_task_harness_and_version():

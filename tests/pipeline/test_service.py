@@ -49,6 +49,7 @@ def test_a_run_trains_its_updates_and_accounts_for_every_token(run):
     assert summary["staleness"]["max"] <= 2
     assert summary["harness"]["agentloop"]["roles"] == {"main": 24}
     assert summary["harness"]["agentloop"]["reward_mean"] == 0.5
+    assert summary["harness"]["agentloop"]["per_update"] == {"rollouts": [4, 4, 4], "reward": [0.5, 0.5, 0.5]}
     assert summary["time"]["learner_train_s"] == 1.5
     assert run.rows("SELECT DISTINCT state FROM rollouts") == [("trained",)]
     assert run.rows("SELECT count(*), sum(sampled), sum(kept) FROM calls") == [(24, 36, 36)]

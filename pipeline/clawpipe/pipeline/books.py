@@ -47,6 +47,10 @@ class Row(Struct, kw_only=True):
     num_aborted: int = 0
     calls: int = 0
     roles: dict[str, int] = {}
+    prompt_tokens: int = 0  # of all calls
+    reused_tokens: int = 0  # of these, the ones that an earlier call's tokens begin with
+    broken: dict[str, int] = {}  # calls with an earlier turn that could not be grafted, by reason
+    malformed: int = 0  # calls in which the model tried to call a tool and failed
     sampled: int = 0
     open: int = 0  # tokens of a rollout without a manifest
     kept: int = 0  # trainable tokens; they are where the rollout is, or dropped for `unused`
@@ -92,6 +96,7 @@ class UpdateRow(Struct, frozen=True, kw_only=True):
     groups_without_spread: int
     masked: dict[str, int]
     metrics: dict[str, float]
+    rewards: dict[str, tuple[float, ...]] = {}  # of its rollouts, by harness
 
 
 class Standing(Struct, frozen=True, kw_only=True):
@@ -123,6 +128,10 @@ class Totals(Struct, kw_only=True):
     calls: int = 0
     num_aborted: int = 0
     roles: Counter[str] = msgspec.field(default_factory=Counter)
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    broken: Counter[str] = msgspec.field(default_factory=Counter)
+    malformed: int = 0
     tokens: Counter[str] = msgspec.field(default_factory=Counter)  # sampled, in_flight, queued, leased, trained
     dropped: Counter[str] = msgspec.field(default_factory=Counter)  # tokens
     reward_sum: float = 0.0
@@ -139,6 +148,10 @@ class Totals(Struct, kw_only=True):
         self.calls += row.calls
         self.num_aborted += row.num_aborted
         self.roles.update(row.roles)
+        self.prompt_tokens += row.prompt_tokens
+        self.reused_tokens += row.reused_tokens
+        self.broken.update(row.broken)
+        self.malformed += row.malformed
         self.tokens.update(bucket_tokens(row))
         self.dropped.update(dropped_tokens(row))
         if row.reward is not None:

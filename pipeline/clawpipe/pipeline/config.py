@@ -1,8 +1,9 @@
 """The configuration: one TOML file, one frozen Struct per table, resolved once by `load`.
 
 Nothing below the process entry points receives the whole `Config`; each part is given its table.
-What a run reads ([model] path, [sandbox] rootfs, [[tasks]] path) is relative to the folder of the configuration
-file, with `~` for the user's home; [run] dir and [push] dir are relative to the current folder.
+What a run reads ([model] path, [sandbox] rootfs, [[tasks]] path, [[harness.mcp]] documents) is relative to the
+folder of the configuration file, with `~` for the user's home; [run] dir and [push] dir are relative to the
+current folder.
 """
 
 from __future__ import annotations
@@ -194,6 +195,12 @@ class _InstalledHarness(_Table, frozen=True, kw_only=True):
     max_output_tokens: Positive = 8192  # that the harness is told a turn may have
     env: dict[str, str] = {}  # on top of what the adapter sets
     mcp: tuple[McpConfig, ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [server.name for server in self.mcp]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two [[harness.mcp]] entries are called {name!r}; give each server its own name")
 
 
 class OpenClawConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="openclaw"):
@@ -489,10 +496,16 @@ def _explain(message: str, data: dict[str, Any]) -> str:
 
 
 def _resolve(config: Config, base: Path) -> Config:
+    replace = msgspec.structs.replace
+
     def absolute(path: str) -> str:
         return str((base / Path(path).expanduser()).resolve()) if path else path
 
-    replace = msgspec.structs.replace
+    def served(entry: HarnessConfig) -> HarnessConfig:
+        if isinstance(entry, AgentLoopConfig):
+            return entry
+        return replace(entry, mcp=tuple(replace(server, documents=absolute(server.documents)) for server in entry.mcp))
+
     tasks = tuple(
         replace(source, path=absolute(source.path)) if isinstance(source, ClawGymTasksConfig) else source
         for source in config.tasks
@@ -501,5 +514,6 @@ def _resolve(config: Config, base: Path) -> Config:
         config,
         model=replace(config.model, path=absolute(config.model.path)),
         sandbox=replace(config.sandbox, rootfs=absolute(config.sandbox.rootfs)),
+        harness=tuple(map(served, config.harness)),
         tasks=tasks,
     )

@@ -69,6 +69,7 @@ class Flow:
         self.scheduler = Scheduler(
             tasks=tuple(tasks),
             harnesses=[(harness.name, harness.weight) for harness in config.harness],
+            groups_per_step=schedule.groups_per_step,
             group_size=schedule.group_size,
             seed=config.run.seed,
             refill=schedule.refill,
@@ -82,6 +83,7 @@ class Flow:
             capacity_rollouts=replay.capacity_rollouts,
             max_staleness=schedule.max_staleness,
             groups_per_step=schedule.groups_per_step,
+            shares=self.scheduler.shares,
         )
         assert isinstance(config.algorithm, GrpoConfig), "the learner's preflight refuses any other"
         self.recipe = Recipe(
@@ -250,7 +252,7 @@ class Flow:
             return self.batches.lease.ready
         if self.finished:
             return Finished()
-        taken = self.replay.take(self.version)
+        taken = self.replay.take(self.version, self.scheduler.open_harnesses)
         self._drop_stale(taken)
         if not taken.groups:
             return NotYet()
@@ -340,6 +342,9 @@ class Flow:
 
 def update_row(batch: Built, message: Stepped, now_s: float) -> UpdateRow:
     """What the history keeps of an update."""
+    rewards: dict[str, tuple[float, ...]] = {}
+    for group in batch.groups:
+        rewards[group.harness] = rewards.get(group.harness, ()) + tuple(rollout.reward for rollout in group.rollouts)
     without = {group.group_id for group in batch.groups if group.rollouts[0].rollout_id in batch.unused}
     return UpdateRow(
         updates=message.updates,
@@ -354,6 +359,7 @@ def update_row(batch: Built, message: Stepped, now_s: float) -> UpdateRow:
         groups_without_spread=len(without),
         masked=message.masked_tokens,
         metrics=message.metrics,
+        rewards=rewards,
     )
 
 

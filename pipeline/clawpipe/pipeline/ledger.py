@@ -59,8 +59,7 @@ class Ledger:
         """A call that was not known has come."""
         row = self._row(record.rollout_id, group_id)
         row.harness = row.harness or record.harness
-        row.calls += 1
-        row.roles = {**row.roles, record.role.value: row.roles.get(record.role.value, 0) + 1}
+        _count_call(row, record)
         row.sampled += num_sampled(record)
         row.open += num_sampled(record)
 
@@ -74,12 +73,13 @@ class Ledger:
         row = self.rows.get(record.rollout_id)
         if row is None:
             row = Row(rollout_id=record.rollout_id, group_id=group_id, harness=record.harness)
-            row.calls, row.roles, row.sampled, row.dropped = 1, {record.role.value: 1}, tokens, dropped
+            _count_call(row, record)
+            row.sampled, row.dropped = tokens, dropped
             self._finished.setdefault(record.harness, Totals()).add(row)
             return
         self._touch(row)
-        row.calls, row.sampled = row.calls + 1, row.sampled + tokens
-        row.roles = {**row.roles, record.role.value: row.roles.get(record.role.value, 0) + 1}
+        _count_call(row, record)
+        row.sampled += tokens
         row.dropped = added(row.dropped, dropped)
 
     def settled(self, rollout: Rollout, group_id: str, reason: DropReason | None, last_sequence: int) -> None:
@@ -267,6 +267,16 @@ def _check(row: Row) -> None:
         f"rollout {row.rollout_id}: {row.sampled} tokens sampled, {accounted} accounted for"
     )
     assert not row.open or row.state is RolloutState.IN_FLIGHT, f"{row.rollout_id}: {row.state} with open calls"
+
+
+def _count_call(row: Row, record: CallRecord) -> None:
+    row.calls += 1
+    row.roles = added(row.roles, {record.role.value: 1})
+    row.prompt_tokens += record.prompt_tokens
+    row.reused_tokens += record.parent_tokens
+    row.malformed += record.malformed_tool_call
+    if record.graft_broken is not None:
+        row.broken = added(row.broken, {record.graft_broken: 1})
 
 
 def _describe(row: Row, manifest: RolloutManifest) -> None:

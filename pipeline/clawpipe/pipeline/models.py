@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from clawpipe.pipeline.config import Config, FilingTasksConfig
+from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, HarnessConfig
 
 RECIPE = 1  # counted up when the same configuration would build another model
+RECORDING = 1  # the same for recorded demonstrations: pinned versions, scripts, how adapters start their programs
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +27,15 @@ class ModelFolders:
     init: Path  # configuration, tokenizer, first weights: what engines start from
     start: Path  # the weights that the learner starts from
     demos: Path | None = None
+    recorded: bool = False  # whether demonstrations are recorded through real harnesses
 
     def missing(self) -> tuple[str, ...]:
         """The roles that must still run, in order."""
         if self.demos is None:
             return ()
         made = (("demos", self.demos), ("model", self.init / "config.json"), ("coldstart", self.start / "config.json"))
-        return tuple(role for role, product in made if not product.exists())
+        roles = tuple(role for role, product in made if not product.exists())
+        return ("alphabet", *roles) if self.recorded and "demos" in roles else roles
 
 
 def model_folders(config: Config) -> ModelFolders:
@@ -42,15 +46,30 @@ def model_folders(config: Config) -> ModelFolders:
     folder = cache_dir() / "models" / model_key(config)
     init = folder / "init"
     return ModelFolders(
-        init=init, start=folder / "start" if config.model.coldstart else init, demos=folder / "demos.jsonl"
+        init=init,
+        start=folder / "start" if config.model.coldstart else init,
+        demos=folder / "demos.jsonl",
+        recorded=bool(recorded_harnesses(config)),
     )
 
 
 def model_key(config: Config) -> str:
     """Digest of what a tiny model depends on: its shape, its cold start, what the harnesses show it."""
     demonstrated = [source for source in config.tasks if isinstance(source, FilingTasksConfig)]
-    parts = (RECIPE, config.model.tiny, config.model.coldstart, config.harness, demonstrated)
+    parts: tuple[object, ...] = (RECIPE, config.model.tiny, config.model.coldstart, config.harness, demonstrated)
+    if recorded_harnesses(config):
+        parts += (RECORDING, config.model.name, config.model.context_tokens, platform.machine())
     return hashlib.blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
+
+
+def recorded_harnesses(config: Config) -> tuple[HarnessConfig, ...]:
+    """The entries of [[harness]] whose demonstrations are recorded: all but agentloop, whose side is ours to write."""
+    return tuple(entry for entry in config.harness if not isinstance(entry, AgentLoopConfig))
+
+
+def alphabet_dir(demos_path: Path) -> Path:
+    """Where the role `alphabet` puts the tokenizer that demonstrations are recorded with."""
+    return demos_path.with_name("alphabet")
 
 
 def cache_dir() -> Path:

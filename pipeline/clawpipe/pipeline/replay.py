@@ -1,14 +1,17 @@
 """The bounded queue of complete groups between the assembler and the learner.
 
-What waits: groups whose rollouts are all closed. What wakes it: a lease, which takes the oldest groups. When
+What waits: groups whose rollouts are all closed. What wakes it: a lease, which takes the oldest groups, of each
+harness as many as every step must have. When
 full, the assembler stops pulling from the stream (`full`), which holds everything back as far as the
-scheduler; nothing is ever thrown out to make room. A queue that has not enough groups for one batch is never
-full, else nothing would move again. Staleness is checked at the take, so the time in the queue counts.
+scheduler; nothing is ever thrown out to make room. A queue that has not the groups for one batch is never full,
+else nothing would move again. Staleness is checked at the take, so the time in the queue counts.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from clawpipe.pipeline.assembler import Rollout
@@ -22,6 +25,11 @@ class ReadyGroup:
     number: int  # order of admission
     version: int  # learner version at admission
     rollouts: tuple[Rollout, ...]
+
+    @property
+    def harness(self) -> str:
+        """Its harness's name."""
+        return self.rollouts[0].manifest.harness
 
     @property
     def num_tokens(self) -> int:
@@ -41,12 +49,20 @@ class Replay:
     """See the module."""
 
     def __init__(
-        self, *, capacity_tokens: int, capacity_rollouts: int, max_staleness: int, groups_per_step: int
+        self,
+        *,
+        capacity_tokens: int,
+        capacity_rollouts: int,
+        max_staleness: int,
+        groups_per_step: int,
+        shares: Mapping[str, int] | None = None,
     ) -> None:
+        """`shares`: by harness, how many groups a batch must have of it, as long as there are any to come."""
         self._capacity_tokens = capacity_tokens
         self._capacity_rollouts = capacity_rollouts
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
+        self._shares = dict(shares or {})
         self._groups: list[ReadyGroup] = []  # oldest first
 
     def put(self, group: ReadyGroup) -> None:
@@ -54,11 +70,13 @@ class Replay:
         assert group.rollouts, f"group {group.group_id} has no rollout to queue"
         insort(self._groups, group, key=lambda each: each.number)
 
-    def take(self, learner_version: int) -> Taken:
-        """The oldest `groups_per_step` groups, or none.
+    def take(self, learner_version: int, awaited: Collection[str] = ()) -> Taken:
+        """The oldest `groups_per_step` groups with every harness's share among them, or none.
 
-        A rollout is stale when even its newest trainable token is over max_staleness; single tokens over it
-        are left out by the learner. A group goes when its last rollout does.
+        A share that cannot be had is waited for while its harness is `awaited`, which is to say that groups of it
+        are still running; then the oldest others take its place. A rollout is stale when even its newest trainable
+        token is over max_staleness; single tokens over it are left out by the learner. A group goes when its last
+        rollout does.
         """
         stale: list[tuple[str, Rollout]] = []
         fresh: list[ReadyGroup] = []
@@ -67,9 +85,23 @@ class Replay:
             stale += [(group.group_id, r) for r in group.rollouts if r not in rollouts]
             if rollouts:
                 fresh.append(group if len(rollouts) == len(group.rollouts) else replace(group, rollouts=rollouts))
-        number = self._groups_per_step if len(fresh) >= self._groups_per_step else 0
-        self._groups = fresh[number:]
-        return Taken(groups=tuple(fresh[:number]), stale=tuple(stale))
+        taken = self._mixed(fresh, awaited)
+        self._groups = [group for group in fresh if group not in taken]
+        return Taken(groups=tuple(taken), stale=tuple(stale))
+
+    def _mixed(self, groups: Iterable[ReadyGroup], awaited: Collection[str]) -> list[ReadyGroup]:
+        """The groups of one batch, oldest first; none when they must be waited for."""
+        missing = Counter(self._shares)
+        due: list[ReadyGroup] = []
+        others: list[ReadyGroup] = []
+        for group in groups:
+            (due if missing[group.harness] > 0 else others).append(group)
+            missing[group.harness] -= 1
+        others = others[: self._groups_per_step - len(due)]
+        waits = any(missing[harness] > 0 for harness in awaited)
+        if waits or len(due) + len(others) < self._groups_per_step:
+            return []
+        return sorted([*due, *others], key=lambda group: group.number)
 
     def remove(self, group_id: str) -> ReadyGroup | None:
         """Takes one group out, if it is here."""
@@ -85,8 +117,8 @@ class Replay:
 
     @property
     def ready(self) -> bool:
-        """Whether a take could give a batch, staleness aside."""
-        return len(self._groups) >= self._groups_per_step
+        """Whether a take could give a batch with every share in it, staleness aside."""
+        return bool(self._mixed(self._groups, self._shares))
 
     @property
     def full(self) -> bool:

@@ -17,6 +17,9 @@ from clawpipe.pipeline.segments import DropReason
 EDGE_UPDATES = 3  # the first and the last reward are means over so many updates
 
 _GRADED = ("scored", "timed_out", "agent_failed")
+_SUMMED = (
+    "calls", "prompt_tokens", "reused_tokens", "malformed", "num_aborted", "reward_sum", "num_graded", "run_s",
+)  # fmt: skip
 _INFRA = ("infra", "verifier_infra")
 
 
@@ -39,7 +42,7 @@ def summary(ledger: Ledger, pushes: Sequence[PushReport], wall_s: float) -> dict
         "versions_pushed": len({report.version for report in pushes}),
         "push_pause_s": _percentiles([report.pause_s for report in pushes]),
         "staleness": _staleness(updates),
-        "harness": {name: _harness(totals) for name, totals in sorted(harnesses.items())},
+        "harness": {name: _harness(name, totals, updates) for name, totals in sorted(harnesses.items())},
         "time": _time(total, updates, wall_s),
     }
 
@@ -65,13 +68,10 @@ def summed(parts: Any) -> Totals:
     """The sum of several totals."""
     found = Totals()
     for part in parts:
-        for name in ("outcomes", "reasons", "roles", "tokens", "dropped"):
+        for name in ("outcomes", "reasons", "roles", "broken", "tokens", "dropped"):
             getattr(found, name).update(getattr(part, name))
-        found.calls += part.calls
-        found.num_aborted += part.num_aborted
-        found.reward_sum += part.reward_sum
-        found.num_graded += part.num_graded
-        found.run_s += part.run_s
+        for name in _SUMMED:
+            setattr(found, name, getattr(found, name) + getattr(part, name))
     return found
 
 
@@ -119,17 +119,24 @@ def _staleness(updates: Sequence[UpdateRow]) -> dict[str, float]:
     }
 
 
-def _harness(totals: Totals) -> dict[str, Any]:
+def _harness(name: str, totals: Totals, updates: Sequence[UpdateRow]) -> dict[str, Any]:
+    rewards = [row.rewards.get(name, ()) for row in updates]
     return {
         "rollouts": sum(totals.outcomes.values()),
+        "outcomes": dict(sorted(totals.outcomes.items())),
         "calls": totals.calls,
+        "calls_aborted": totals.num_aborted,
         "roles": dict(sorted(totals.roles.items())),
+        "malformed_tool_calls": totals.malformed,
+        "broken_grafts": dict(sorted(totals.broken.items())),
+        "prefix_reuse": totals.reused_tokens / totals.prompt_tokens if totals.prompt_tokens else None,
         "tokens": {
             "sampled": totals.tokens["sampled"],
             "trained": totals.tokens[RolloutState.TRAINED.value],
             "dropped": {reason: n for reason, n in sorted(totals.dropped.items()) if n},
         },
         "reward_mean": totals.reward_sum / totals.num_graded if totals.num_graded else None,
+        "per_update": {"rollouts": [len(each) for each in rewards], "reward": [_mean(each) for each in rewards]},
     }
 
 

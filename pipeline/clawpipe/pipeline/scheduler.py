@@ -1,10 +1,10 @@
 """Which (task, harness) comes next, and when a group has all its rollouts.
 
-Group number n has its task and harness from the seed and n alone: tasks in seeded shuffled passes, the harness
-by its weight. A group has `group_size` places; each is filled by the first usable rollout that was run for it,
-or closed for good. A rollout that infrastructure lost leaves its place open again (refill). After a restart
-the groups are rebuilt from the records and the requests that are still about; `adopt` and `settle` accept
-groups that this process never opened.
+Group number n has its task and harness from the seed and n alone: tasks in seeded shuffled passes, harnesses
+mixed within every step's groups by their weights. A group has `group_size` places; each is filled by the first
+usable rollout that was run for it, or closed for good. A rollout that infrastructure lost leaves its place open
+again (refill). After a restart the groups are rebuilt from the records and the requests that are still about;
+`adopt` and `settle` accept groups that this process never opened.
 """
 
 from __future__ import annotations
@@ -106,6 +106,7 @@ class Scheduler:
         *,
         tasks: Sequence[str],
         harnesses: Sequence[tuple[str, float]],
+        groups_per_step: int,
         group_size: int,
         seed: int,
         refill: bool = True,
@@ -117,6 +118,7 @@ class Scheduler:
         self._harnesses = tuple(name for name, _ in harnesses)
         weights = np.array([weight for _, weight in harnesses], np.float64)
         self._weights = weights / weights.sum()
+        self._groups_per_step = groups_per_step
         self._group_size = group_size
         self._seed = seed
         self._refill = refill
@@ -124,13 +126,24 @@ class Scheduler:
         self._over: set[int] = set()  # numbers of the groups that are complete
         self.next_number = 0
         self._order = lru_cache(maxsize=2)(self._shuffled)
+        self._mix = lru_cache(maxsize=2)(self._mixed)
 
     def assignment(self, number: int) -> tuple[str, str]:
         """Task and harness of a group."""
         lap, at = divmod(number, len(self._tasks))
-        # SeedSequence takes no negative numbers; the mask keeps all seeds distinct.
-        rng = np.random.default_rng([self._seed & (2**64 - 1), 1, number])
-        return self._tasks[self._order(lap)[at]], str(rng.choice(self._harnesses, p=self._weights))
+        step, place = divmod(number, self._groups_per_step)
+        return self._tasks[self._order(lap)[at]], self._harnesses[self._mix(step)[place]]
+
+    @property
+    def shares(self) -> dict[str, int]:
+        """How many groups every step has of each harness at least."""
+        least = np.floor(self._groups_per_step * self._weights + 1e-9).astype(int).tolist()
+        return dict(zip(self._harnesses, least, strict=True))
+
+    @property
+    def open_harnesses(self) -> frozenset[str]:
+        """The harnesses of groups that are not complete."""
+        return frozenset(group.harness for group in self._groups.values())
 
     def open(self, version: int) -> str:
         """Opens the next group, all its places to be requested; gives its id."""
@@ -275,5 +288,16 @@ class Scheduler:
         return found
 
     def _shuffled(self, lap: int) -> tuple[int, ...]:
-        rng = np.random.default_rng([self._seed & (2**64 - 1), 0, lap])
-        return tuple(rng.permutation(len(self._tasks)).tolist())
+        return tuple(self._dice(0, lap).permutation(len(self._tasks)).tolist())
+
+    def _mixed(self, step: int) -> tuple[int, ...]:
+        """The harnesses of a step's groups: systematic sampling, so each has its weight's number, rounded up or
+        down, in every step, and its weight on average."""
+        dice = self._dice(1, step)
+        points = (np.arange(self._groups_per_step) + dice.random()) / self._groups_per_step
+        picked = np.searchsorted(np.cumsum(self._weights)[:-1], points, side="right")
+        return tuple(dice.permutation(picked).tolist())
+
+    def _dice(self, purpose: int, number: int) -> np.random.Generator:
+        # SeedSequence takes no negative numbers; the mask keeps all seeds distinct.
+        return np.random.default_rng([self._seed & (2**64 - 1), purpose, number])

@@ -153,7 +153,19 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
         f"tokens: {tokens['sampled']} sampled, {tokens['trained']} trained, {dropped} dropped",
         f"versions pushed {summary['versions_pushed']}"
         + (f", pause p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s" if pause["p50"] is not None else ""),
+        *(_harness_line(name, found) for name, found in summary["harness"].items()),
     ]
+
+
+def _harness_line(name: str, found: dict[str, Any]) -> str:
+    reward, reuse, tokens = found["reward_mean"], found["prefix_reuse"], found["tokens"]
+    roles = ", ".join(f"{count} {role}" for role, count in found["roles"].items())
+    broken = sum(found["broken_grafts"].values())
+    return (
+        f"{name}: {found['rollouts']} rollouts, mean reward {'not measured' if reward is None else f'{reward:.3f}'}, "
+        f"calls {roles or 'none'}, tokens {tokens['trained']} trained of {tokens['sampled']}, "
+        f"prefix reuse {0 if reuse is None else reuse:.0%}, {broken} calls with a broken graft"
+    )
 
 
 def duration(seconds: float) -> str:
