@@ -38,6 +38,12 @@ python3 -c 'import zoneinfo, datetime; print(datetime.datetime(2026, 7, 1, tzinf
     ]
 
 
+def test_programs_that_are_brought_along_find_the_whole_c_library(lab) -> None:
+    names = ["libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libresolv.so.2", "libstdc++.so.6"]
+    exit, _ = lab.one("python3", "-c", f"import ctypes; [ctypes.CDLL(name) for name in {names}]; print('all')")
+    assert exit.output == b"all\n"
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed on this machine")
 def test_git_works_in_it(lab) -> None:
     script = "git init -q . && git add x && git -c user.name=a -c user.email=a@b commit -qm one && git log --format=%s"

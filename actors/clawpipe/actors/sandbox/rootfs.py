@@ -24,7 +24,7 @@ from clawpipe.actors.sandbox.identity import is_dead, new_identity
 from clawpipe.pipeline.errors import SandboxError
 from clawpipe.pipeline.models import cache_dir
 
-_RECIPE = 1  # part of the digest: changed with what this module does
+_RECIPE = 2  # part of the digest: changed with what this module does
 REQUIRED = ("sh", "env", "cat", "ls", "cp", "mv", "rm", "mkdir", "grep", "sed", "find")
 OPTIONAL = (
     *("bash", "git", "node", "awk", "mawk", "gawk", "xargs", "diff", "cmp", "tar", "gzip", "gunzip", "jq"),
@@ -36,6 +36,11 @@ OPTIONAL = (
     *("realpath", "rmdir", "seq", "setsid", "sha1sum", "sha256sum", "sha512sum", "shred", "shuf", "sleep", "sort"),
     *("split", "stat", "stdbuf", "stty", "sum", "sync", "tac", "tail", "tee", "test", "timeout", "touch", "tr"),
     *("true", "truncate", "tsort", "tty", "uname", "unexpand", "uniq", "unlink", "users", "wc", "whoami", "yes"),
+)
+# What programs that are brought into a sandbox (`Launch.binds`) expect of any Linux, though none of ours loads it.
+_LIBRARIES = (
+    *("libm.so.6", "libdl.so.2", "librt.so.1", "libpthread.so.0", "libresolv.so.2", "libutil.so.1"),
+    *("libnss_files.so.2", "libnss_dns.so.2", "libgcc_s.so.1", "libstdc++.so.6"),
 )
 _DATA = ("share/zoneinfo", "share/git-core/templates", "lib/locale/C.utf8")
 _LIBRARY = re.compile(r"(?:=>\s+)?(/\S+)\s+\(0x")
@@ -138,7 +143,10 @@ def _build(root: Path, python: Python, programs: dict[str, Path]) -> None:
         if Path("/usr", data).is_dir():
             shutil.copytree(Path("/usr", data), root / "usr" / data, symlinks=True, dirs_exist_ok=True)
     extensions = sorted((python.library / "lib-dynload").glob("*.so"))
-    for library in _libraries([*programs.values(), python.program, *extensions]):
+    loaded = list(_libraries([*programs.values(), python.program, *extensions]))
+    beside = {library.parent for library in loaded}
+    common = (folder / name for folder in sorted(beside) for name in _LIBRARIES)
+    for library in [*loaded, *filter(Path.exists, common)]:
         _copy(library, root / _place_of(library))
     _cache_libraries(root)
     for folder, _, _ in os.walk(root):
