@@ -9,7 +9,7 @@ ROOMS := pipeline actors learner tests benchmarks tools
 export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup up test test-deep check format bench clean
+.PHONY: setup up test test-deep check format bench bench-proxy clean
 
 setup: .setup/done
 
@@ -37,6 +37,9 @@ format: setup
 
 bench: setup
 	$(BIN)/python benchmarks/quickstart.py $(ARGS)
+
+bench-proxy: setup
+	$(BIN)/python benchmarks/proxy.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) .setup

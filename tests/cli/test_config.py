@@ -42,6 +42,14 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[learner.parallel]\nprocesses = 2\ntensor = 2", r"set expert_tensor = 2"),
         ("[learner.parallel]\nprocesses = 4\ntensor = 2\nexpert = 2\nexpert_tensor = 2", r"set expert_tensor = 1"),
         ("[[harness]]\nkind = 'agentloop'", r"two \[\[harness\]\] entries share a name"),
+        (
+            "[[harness]]\nkind = 'codex'" + 2 * "\n[[harness.mcp]]\nname = 'a'\ncommand = ['x']",
+            r"harness\[1\]: two \[\[harness\.mcp\]\] entries are called 'a'",
+        ),
+        (
+            "[[harness]]\nkind = 'codex'\n[[harness.mcp]]\nname = 'a'",
+            r"harness\[1\]\.mcp\[0\]: set exactly one of `command` and `documents` for the server 'a'",
+        ),
     ],
 )
 def test_a_wrong_key_is_one_line_that_names_it(tmp_path, addition, message):
@@ -74,6 +82,12 @@ def test_overrides_replace_nested_keys_and_list_items(tmp_path):
     assert loaded.run.name == "night"
 
 
+def test_documents_of_an_mcp_server_are_relative_to_the_configuration(tmp_path):
+    text = MINIMAL.replace('kind = "agentloop"', "kind = 'codex'\n[[harness.mcp]]\nname = 'a'\ndocuments = 'books'")
+    loaded = configuration.load(written(tmp_path, text))
+    assert loaded.harness[0].mcp[0].documents == str(tmp_path / "books")
+
+
 @pytest.mark.parametrize("assignment", ["tasks.7.path=x", "tasks.first.path=x", "run.name.deeper=x"])
 def test_an_override_of_something_that_is_not_there_is_refused(tmp_path, assignment):
     with pytest.raises(ConfigError, match="--set"):
@@ -94,6 +108,9 @@ def test_a_stored_configuration_reads_back_the_same(tmp_path):
 
 def test_every_shipped_configuration_passes_the_offline_check():
     found = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
-    assert [path.stem for path in found] == ["clawgym", "quickstart", "agentloop_grpo"]
+    assert [path.stem for path in found] == [
+        *("clawgym", "mix_harness", "quickstart"),
+        *("agentloop_grpo", "claude_code_grpo", "claude_code_ppo", "mix_harness", "openclaw_grpo", "openclaw_ppo"),
+    ]
     for path in found:
         assert run_checks(configuration.load(path), offline=True).problems == (), path

@@ -10,12 +10,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from clawpipe.actors.harness import install
 from clawpipe.actors.preflight import check
 from clawpipe.pipeline.config import (
     AgentLoopConfig,
+    ClaudeCodeConfig,
     ClawGymTasksConfig,
+    CodexConfig,
     Config,
     FilingTasksConfig,
+    HarnessConfig,
+    McpConfig,
     ModelConfig,
     TinyModelConfig,
 )
@@ -23,8 +28,8 @@ from clawpipe.pipeline.config import (
 TINY = ModelConfig(tiny=TinyModelConfig())
 
 
-def config(*tasks: Any, model: ModelConfig = TINY, **harness: Any) -> Config:
-    return Config(model=model, tasks=tasks or (FilingTasksConfig(count=3),), harness=(AgentLoopConfig(**harness),))
+def config(*tasks: Any, model: ModelConfig = TINY, entries: tuple[HarnessConfig, ...] = (AgentLoopConfig(),)) -> Config:
+    return Config(model=model, tasks=tasks or (FilingTasksConfig(count=3),), harness=entries)
 
 
 def gym(tmp_path: Path, text: str) -> ClawGymTasksConfig:
@@ -65,6 +70,49 @@ def test_a_prompt_that_the_harness_cannot_take_is_a_problem(tmp_path: Path) -> N
     source = gym(tmp_path, row("short") + row("x" * 140_000))
     (problem,) = check(config(source), offline=False).problems
     assert problem.startswith("task gym/task_00001: agentloop takes a prompt of at most")
+
+
+def test_a_program_that_is_not_installed_is_a_problem_unless_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path))
+    asked = config(entries=(ClaudeCodeConfig(name="cc"), CodexConfig(version="7.0.0")))
+    node, codex = check(asked, offline=False).problems
+    assert node.startswith(f"[[harness]] cc: {tmp_path}/harness/node-")
+    assert node.endswith("is not installed; run `clawpipe harness install claude_code`")
+    assert codex.endswith("run `clawpipe harness install codex@7.0.0`")
+    for folder in install.programs("codex", "7.0.0").values():
+        Path(folder).mkdir(parents=True)
+    (problem,) = check(asked, offline=False).problems
+    assert problem.startswith(f"[[harness]] cc: {tmp_path}/harness/claude_code-")
+    assert check(asked, offline=True).problems == ()
+
+
+def test_a_version_that_is_none_is_said_once_beside_the_other_problems(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path))
+    version, claude = check(config(entries=(CodexConfig(version="latest"), ClaudeCodeConfig())), offline=False).problems
+    assert version.startswith("codex: version 'latest' is no exact version")
+    assert claude.endswith("run `clawpipe harness install claude_code`")
+
+
+def test_a_harness_that_cannot_run_with_this_model_is_a_problem_even_offline() -> None:
+    model = ModelConfig(tiny=TinyModelConfig(), name="claude-next")
+    refused, elsewhere = check(
+        config(entries=(ClaudeCodeConfig(name="a"), CodexConfig(env={"CODEX_HOME": "/"})), model=model), offline=True
+    ).problems
+    assert refused.startswith("[[harness]] a: Claude Code takes [model] name = 'claude-next'")
+    assert elsewhere.startswith("[[harness]] codex: env may not set CODEX_HOME")
+
+
+def test_a_folder_of_documents_that_is_not_there_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path))
+    for folder in install.programs("codex").values():
+        Path(folder).mkdir(parents=True)
+    served = (McpConfig(name="docs", documents=f"{tmp_path}/gone"),)
+    (problem,) = check(config(entries=(CodexConfig(mcp=served),)), offline=False).problems
+    assert problem.startswith(f"[[harness.mcp]] docs: documents = {tmp_path}/gone is not a folder")
 
 
 def test_a_rootfs_without_python_is_a_problem(tmp_path: Path) -> None:
@@ -120,3 +168,7 @@ def test_a_tool_call_must_come_back_from_template_tokenizer_and_parser(tmp_path:
     assert re.match(r"\[model\] path = .*/bad: a tool call does not survive .* tool_parser = 'hermes'", problem)
     (problem,) = check(config(model=ModelConfig(path=str(good), tool_parser="nonsense")), offline=False).problems
     assert "vLLM has no 'nonsense'" in problem
+    refusing = TEMPLATE.replace("{{- OPEN", "{{- raise_exception('no tools here')").replace("CLOSE", "''")
+    deaf = model_folder(tmp_path / "deaf", refusing)
+    (problem,) = check(config(model=ModelConfig(path=str(deaf))), offline=False).problems
+    assert "deaf: its chat template refuses a tool call (no tools here)" in problem

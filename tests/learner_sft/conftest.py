@@ -67,10 +67,15 @@ def messages(word: str, *, flawed: bool = False) -> list[dict[str, str]]:
 
 def rows() -> Iterator[dict[str, Any]]:
     for word in WORDS.split():
-        yield {"tools": TOOLS, "messages": messages(word), "flawed": False, "held_out": False}
-        yield {"tools": TOOLS, "messages": messages(word, flawed=True), "flawed": True, "held_out": False}
+        yield row(word)
+        yield row(word, flawed=True)
     for word in WORDS.split()[:4]:
-        yield {"tools": TOOLS, "messages": messages(word), "flawed": False, "held_out": True}
+        yield row(word, held_out=True)
+
+
+def row(word: str, *, flawed: bool = False, held_out: bool = False) -> dict[str, Any]:
+    said = messages(word, flawed=flawed)
+    return {"kind": "conversation", "tools": TOOLS, "messages": said, "flawed": flawed, "held_out": held_out}
 
 
 @dataclass(frozen=True)

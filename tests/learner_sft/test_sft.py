@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +104,21 @@ def test_a_file_without_flawed_demonstrations_is_refused(built: Any) -> None:
     path.write_text("".join(line for line in lines if '"flawed": false' in line))
     with pytest.raises(LearnerError, match="no flawed demonstrations"):
         sft.main(built.config, built.runtime)
+
+
+def test_the_gate_waits_for_the_harness_that_is_learned_worst(built: Any) -> None:
+    source = Path(built.runtime.init_model_dir)
+    lessons = read_lessons(Path(built.runtime.demos_path), source)
+    recipe = built.with_recipe(flawed_steps=0).model.coldstart
+    with parallel.session(ParallelConfig()):
+        model = build_model(source, ParallelConfig(), torch.float32, 0)
+        hf.load(model, source)
+        trainer = Trainer(model, recipe, lessons, random.Random(1))
+        learned = trainer.run(Progress(built.runtime.path(), "coldstart", "cold start")).gate_probability
+        held_out = {"learned": lessons.held_out[""], "strange": lessons.flawed}
+        both, strange = (
+            Trainer(model, recipe, replace(lessons, held_out=groups), random.Random(1)).probability()
+            for groups in (held_out, {"strange": lessons.flawed})
+        )
+    assert learned >= GATE
+    assert both == strange < GATE / 2

@@ -84,6 +84,6 @@ def test_a_shape_that_the_engine_refuses_is_refused_first(world: Any, change: di
 
 def test_a_broken_demonstration_is_named_by_its_line(world: Any) -> None:
     with Path(world.runtime.demos_path).open("a") as file:
-        file.write('{"tools": []}\n')
+        file.write('{"kind": "conversation", "tools": []}\n')
     with pytest.raises(LearnerError, match=r"demos\.jsonl, line 21: not a demonstration"):
         tiny.main(world.config, world.runtime)

@@ -39,6 +39,7 @@ from clawpipe.pipeline.records import FinishReason, RolloutManifest, RolloutRequ
 
 sys.path.insert(0, str(Path(__file__).parent))  # for chat_requests
 
+WAIT_S = 300.0  # for what comes at once on a machine that does nothing else; only a fault lasts that long
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 MARKS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 TEMPLATE = """\
@@ -48,7 +49,8 @@ TEMPLATE = """\
 {%- elif messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-{%- if message.role == 'user' %}{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}
+{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant\\n' }}
 {%- if message.reasoning_content %}{{- '<think>\\n' + message.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
 {{- message.content }}
@@ -230,7 +232,7 @@ class RolloutHandle:
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         port = self.listener.getsockname()[1]
-        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", trust_env=False, timeout=20, **options)
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}/v1", timeout=WAIT_S, trust_env=False, **options)
 
     async def settle(self) -> link.Settled:
         return await self.slot.ask(link.Settle(rollout_id=self.request.rollout_id))
@@ -265,7 +267,7 @@ class Proxy:
     async def records(self, number: int) -> list[Any]:
         """The first `number` records of the stream."""
         found: list[Any] = []
-        with anyio.fail_after(20):
+        with anyio.fail_after(WAIT_S):
             async for _, record in self.broker.records():
                 found.append(record)
                 if len(found) == number:
@@ -289,7 +291,7 @@ def make_proxy(nats_server, tmp_path, renderer, parser, sampler):
             model=ModelConfig(tiny=TinyModelConfig(), context_tokens=context_tokens),
             harness=(AgentLoopConfig(),),
             tasks=(FilingTasksConfig(),),
-            proxy=ProxyConfig(**{"settle_timeout_s": 2.0, **options}),
+            proxy=ProxyConfig(**{"settle_timeout_s": WAIT_S, **options}),
         )
         path = tmp_path / "proxy.sock"
         async with Broker.connect(nats_server.url, nats_server.token) as broker:

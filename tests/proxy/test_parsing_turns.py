@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
 
 from clawpipe.actors.proxy.messages import CallError, ToolCall, canonical_arguments
+from clawpipe.actors.proxy.parse import TurnParser
 from clawpipe.pipeline.errors import ConfigError
 
 HERMES = '<tool_call>\n{"name": "exec", "arguments": {"cmd": "ls -la"}}\n</tool_call>'
@@ -43,12 +45,47 @@ def test_calls_and_the_text_before_them_are_told_apart(make_parser, tools, name,
         ("qwen3_coder", "<tool_call>\n<function=exec>\n<parameter=cmd>\nls"),
         ("qwen3_coder", "<tool_call>\n<function=exec>\n"),
         ("qwen3_coder", "<tool_call>\n<function=exec>\n</function>\n</tool_call>"),
+        ("qwen3_coder", XML.replace("\n</tool_call>", "")),
+        ("qwen3_coder", XML.replace("ls -la", "grep '</parameter>' a.xml")),
+        ("qwen3_coder", XML + "\n" + XML[:-30]),
+        ("qwen3_xml", XML[:50]),
+        ("qwen3_xml", XML.replace("\n</function>\n</tool_call>", "")),
     ],
 )
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_call_that_is_none_stays_text_and_is_flagged(make_parser, tools, name, said, truncated):
     turn = make_parser(name).parse(said, tools, "abc", truncated=truncated)
     assert (turn.text, turn.calls, turn.malformed, turn.truncated) == (said, (), True, truncated)
+
+
+def test_marks_inside_a_value_that_the_parser_sees_through_do_no_harm(make_parser, tools):
+    said = XML.replace("ls -la", "echo '<tool_call> </tool_call>'")
+    turn = make_parser("qwen3_coder").parse(said, tools, "abc", truncated=False)
+    assert named(turn.calls) == [("exec", {"cmd": "echo '<tool_call> </tool_call>'"})]
+
+
+def test_reasoning_marks_stay_text_where_the_model_has_no_reasoning_parser(make_parser, tools):
+    turn = make_parser("qwen3_coder").parse(f"<think>\nhm\n</think>\n\n{XML}", tools, "abc", truncated=False)
+    assert turn.text.strip() == "<think>\nhm\n</think>"
+    assert named(turn.calls) == [("exec", {"cmd": "ls -la"})]
+
+
+def test_the_vocabulary_is_read_once_and_not_for_every_turn(renderer, tools):
+    """With 150000 entries it takes a third of a second."""
+    reads = []
+
+    class Tokenizer(type(renderer.tokenizer)):
+        def get_vocab(self):
+            reads.append(1)
+            return super().get_vocab()
+
+    tokenizer = copy.copy(renderer.tokenizer)
+    tokenizer.__class__ = Tokenizer
+    parser = TurnParser(tokenizer, "qwen3_coder", "qwen3", renderer.generation_prompt)
+    before = len(reads)
+    for _ in range(3):
+        parser.parse(f"<think>hm</think>{XML}", tools, "abc", truncated=False)
+    assert len(reads) == before
 
 
 def test_a_tool_that_requires_nothing_may_be_called_with_nothing(parser, tools):
@@ -100,6 +137,9 @@ def test_tools_that_vllm_refuses_are_the_callers_error(parser):
         ('{"a": "x\\/y"}', '{"a": "x/y"}'),
         ('{"a": 12345678901234567890}', '{"a": 12345678901234567000}'),
         ('{"a": -0.0}', '{"a": 0}'),
+        ('{"a": 1e999}', '{"a": null}'),
+        ('{"a": ' + "9" * 400 + "}", '{"a": null}'),
+        (" ", "{}"),
         ('{"a": "\\u00e9"}', '{"a": "é"}'),
     ],
 )

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import anyio
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken
 
+from clawpipe.actors.proxy.encoder import Encoder
 from clawpipe.actors.proxy.messages import Message, Speaker, Text, Thinking, ToolCall
-from clawpipe.actors.proxy.render import Encoder, Renderer
+from clawpipe.actors.proxy.render import Renderer
 from clawpipe.pipeline.errors import ConfigError
 
 USER = Message(Speaker.USER, (Text("u"),))
@@ -158,3 +164,19 @@ def test_a_long_piece_has_the_same_ids_as_the_tokenizer_gives_it(renderer):
     text = "hello é \n" * 3000
     ids = anyio.run(Encoder(renderer.tokenizer).encode, text)
     assert ids.tolist() == renderer.tokenizer.encode(text, add_special_tokens=False)
+
+
+@settings(max_examples=200, deadline=None)
+@given(parts=st.lists(st.text(max_size=6), min_size=1, max_size=6), size=st.integers(1, 600))
+def test_cutting_at_ends_of_turns_changes_no_token(parts, size, renderer):
+    text = END.join(part * size for part in parts)
+    ids = anyio.run(Encoder(renderer.tokenizer, end_of_turn=END).encode, text)
+    assert ids.tolist() == renderer.tokenizer.encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False)
+
+
+def test_a_token_that_swallows_the_space_beside_it_is_not_cut_at(renderer):
+    greedy = copy.deepcopy(renderer.tokenizer)
+    greedy.backend_tokenizer.add_special_tokens([AddedToken("<end>", rstrip=True, normalized=False)])
+    text = "a  <end>  b " * 1000
+    ids = anyio.run(Encoder(greedy, end_of_turn="<end>").encode, text)
+    assert ids.tolist() == greedy.backend_tokenizer.encode(text, add_special_tokens=False).ids

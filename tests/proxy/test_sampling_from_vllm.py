@@ -14,8 +14,9 @@ from clawpipe.actors.engines.pool import EnginePool
 from clawpipe.actors.proxy.calls import Calls, Limits
 from clawpipe.actors.proxy.capture import Recorder
 from clawpipe.actors.proxy.dialects.chat import Chat
+from clawpipe.actors.proxy.encoder import Encoder
 from clawpipe.actors.proxy.identity import Session
-from clawpipe.actors.proxy.render import Encoder, Renderer
+from clawpipe.actors.proxy.render import Renderer
 from clawpipe.actors.proxy.upstream import EngineSampler, Sampled, Wanted, make_client
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.observe import EventLog
@@ -60,6 +61,32 @@ async def test_a_turn_ends_with_its_stop_token_and_all_its_tokens_have_logprob_a
         assert sampled.versions == (VersionSpan(version=engine.version, start=0, end=len(sampled.ids)),)
     oracle = Oracle(engine.model_dir)
     for sampled in (min(ends, key=lambda end: len(end.ids)), max(found, key=lambda each: len(each.ids))):
+        own = oracle.logprobs(asked.tolist(), sampled.ids.tolist(), TEMPERATURE)
+        assert worst(sampled.logprobs, own) < 1e-5
+
+
+async def test_a_stop_text_ends_the_turn_and_all_that_was_sampled_is_there(engine):
+    renderer, stops = Renderer(engine.model_dir), ("ba", "do", "ki", "<|im_start|>", "never said")
+    asked = np.array(prompt(4), np.int32)
+    found: list[Sampled] = []
+
+    async def one(sampler: EngineSampler, n: int) -> None:
+        wanted = Wanted(prompt=asked, max_tokens=200, call_id=f"stop{n}", stop=stops)
+        found.append(await sampler.sample(wanted, anyio.Event()))
+
+    async with sampling_from(engine, ()) as sampler, anyio.create_task_group() as group:
+        for n in range(24):
+            group.start_soon(one, sampler, n)
+    oracle = Oracle(engine.model_dir)
+    assert len({sampled.stop_text for sampled in found} - {None}) >= 2
+    for sampled in found:
+        text = renderer.decode(sampled.ids)
+        before = renderer.decode(sampled.ids[:-1])
+        assert (sampled.finish_reason is FinishReason.STOP) == (sampled.stop_text is not None)
+        assert any(stop in text for stop in stops) == (sampled.stop_text is not None)
+        assert (sampled.stop_text or "") in text
+        assert not any(stop in before for stop in stops)  # the last token is the one that made it complete
+        assert sampled.versions == (VersionSpan(version=engine.version, start=0, end=len(sampled.ids)),)
         own = oracle.logprobs(asked.tolist(), sampled.ids.tolist(), TEMPERATURE)
         assert worst(sampled.logprobs, own) < 1e-5
 

@@ -86,7 +86,7 @@ class States:
 async def served(engine: Engine, version: int | None = 3, **options: Any):
     sock = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-    listener = await Listener.open(sock, serving(engine), {})
+    listener = await Listener.open(sock, serving(engine), {}, 16)
     states = States(e=EngineState(name="e", url=url, version=version, healthy=True))
     config = ProxyConfig(**{"engine_wait_s": 10.0, **options})
     async with EnginePool(states, config.engine_wait_s) as pool, make_client() as client:

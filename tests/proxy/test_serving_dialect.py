@@ -9,6 +9,7 @@ import pytest
 from chat_requests import USER, body, events_of
 
 from clawpipe.actors import link
+from clawpipe.actors.proxy.intake import MAX_BODY_BYTES
 from clawpipe.pipeline.records import CallRecord, ints
 
 pytestmark = pytest.mark.anyio
@@ -178,7 +179,7 @@ async def test_without_a_limit_of_its_own_a_call_may_fill_the_context(make_proxy
         (b'{"messages": "x"}', "messages"),
         (b'{"messages": [{"role": "wizard", "content": "x"}]}', "messages[0].role"),
         (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content"),
-        (b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "messages"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "video"}]}]}', "messages[0].content[0].type"),
         (b'{"messages": [{"role": "tool", "content": "x"}]}', "messages[0]"),
         (b'{"messages": [{"role": "user", "content": "x"}], "n": 2}', "n"),
         (b'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 0}', "max_tokens"),
@@ -216,7 +217,7 @@ async def test_half_a_surrogate_pair_does_no_harm(make_proxy, sampler):
     async with make_proxy() as proxy:
         rollout = await proxy.rollout()
         async with rollout.client() as client:
-            raw = b'{"messages": [{"role": "user", "content": "cut \\ud83d"}], "model": "m"}'
+            raw = b'{"messages": [{"role": "user", "content": "cut \\ud83d"}], "model": "policy"}'
             response = await client.post("/chat/completions", content=raw)
     assert response.status_code == 200
     assert sampler.prompts[0] == sampler.ids("<|im_start|>user\ncut \ufffd<|im_end|>\n<|im_start|>assistant\n")
@@ -237,11 +238,16 @@ async def test_a_body_nested_as_deep_as_json_is_read_is_refused_and_the_proxy_li
 
 
 async def test_what_a_harness_asks_for_never_makes_a_record_too_large_to_store(make_proxy, sampler):
+    """Numbers grow when they are written again: here to three times of what NATS takes, from a body of the limit."""
     sampler.script = ["Yes."]
+    numbers = ",".join(["1e9"] * (MAX_BODY_BYTES // 4 - 100))
+    asked = json.dumps(body(logit_bias=[], stop=["y"])).replace("[]", f"[{numbers}]")
     async with make_proxy() as proxy:
         rollout = await proxy.rollout()
         async with rollout.client() as client:
-            response = await client.post("/chat/completions", json=body(stop=["y" * 9_000_000]))
+            response = await client.post("/chat/completions", content=asked)
         assert response.status_code == 200
         [record] = await proxy.records(1)
-    assert len(record.requested["stop"]) == 1000
+    assert record.requested["logit_bias"].startswith("[1000000000.0,")
+    assert len(record.requested["logit_bias"]) == 1000
+    assert record.requested["stop"] == '["y"]'

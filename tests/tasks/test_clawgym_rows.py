@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from clawpipe.actors.tasks.load import load_tasks
+from clawpipe.actors.tasks.task import McpServer
 from clawpipe.pipeline.config import ClawGymTasksConfig, FilingTasksConfig
 from clawpipe.pipeline.errors import TaskError
 
@@ -44,6 +45,25 @@ def test_a_row_becomes_a_task_without_its_hidden_files(tmp_path: Path) -> None:
     assert dict(task.files) == {"in/a.txt": b"A"}
     assert dict(task.grader) == {"test.py": b"print()"}
     assert task.grader_entry == "test.py"
+
+
+def test_a_row_brings_its_mcp_servers(tmp_path: Path) -> None:
+    servers = [{"name": "desk", "transport": "stdio", "command": "python3", "args": ["desk.py"], "env": {"A": "1"}}]
+    tasks = load(write(tmp_path, row(mcp_servers=servers)))
+    assert tasks["gym/x/7"].mcp == (McpServer(name="desk", command=("python3", "desk.py"), env={"A": "1"}),)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "a b"}, r"row 1: expected `str` matching regex .* at `\$\.mcp_servers\[0\]\.name`"),
+        ({"transport": "sse"}, r"row 1: invalid enum value 'sse' - at `\$\.mcp_servers\[0\]\.transport`"),
+        ({"url": "http://x"}, "row 1: unknown key `url`"),
+    ],
+)
+def test_an_mcp_server_that_cannot_be_started_is_refused(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        load(write(tmp_path, row(mcp_servers=[{"name": "desk", "command": "python3"} | change])))
 
 
 def test_a_row_without_an_id_is_named_by_its_position(tmp_path: Path) -> None:

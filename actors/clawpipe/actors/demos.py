@@ -1,13 +1,16 @@
 """The role `demos`: scripted demonstrations of the filing tasks, for the tokenizer and the cold start.
 
-Each demonstration is what agentloop and a model would say to each other. The harness's side comes from
-agentloop's own functions: its tools run for real on a temporary workspace. The model's side is scripted, as
-the raw text that it should sample. A share of them is flawed on purpose, so that reinforcement learning has
-something to unlearn: half of these drop the folder of the path, half leave out a closing brace of the call.
+A demonstration is what a harness and a competent model say to each other. The model's side is scripted, as the raw
+text that it should sample. The harness's side is its own: that of agentloop comes from agentloop's own functions,
+whose tools run for real on a temporary workspace; the others are run as they are, a few times, and recorded
+(`recording`). A share of them is flawed on purpose, so that reinforcement learning has something to unlearn: half of
+these drop the folder of the path, half leave out a closing brace of the call.
 
-The written file has one JSON object per line: {"tools": [OpenAI tool objects], "messages": [...],
-"flawed": bool, "held_out": bool}; an assistant message's `content` is the raw text, and the conversation ends
-with one. Held-out demonstrations are clean, and none of them is among the others.
+The written file has one JSON object per line. {"kind": "conversation", "tools": [OpenAI tool objects], "messages":
+[...], "flawed": bool, "held_out": bool}: an assistant message's `content` is the raw text, and the conversation ends
+with one. {"kind": "recording", "name", "harness", "pieces": [{"text", "sampled"}], "blanks": [...]} and later
+{"kind": "filled", "of": its name, "words": [what takes the places of the blanks], "flawed", "held_out"}. Held-out
+demonstrations are clean, and none of them is among the others.
 """
 
 from __future__ import annotations
@@ -16,17 +19,21 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Iterator
-from enum import Enum
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 from msgspec import Struct
 
 from clawpipe.actors.harness import agentloop_program as program
+from clawpipe.actors.recording.rolls import Roll, fillings, make_rolls
+from clawpipe.actors.recording.takes import Flaw, Shape, Take, shapes, takes
 from clawpipe.actors.tasks.filing import Errand, errands
-from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, TinyModelConfig
-from clawpipe.pipeline.errors import TaskError
+from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, HarnessConfig, TinyModelConfig
+from clawpipe.pipeline.errors import ClawpipeError, TaskError
+from clawpipe.pipeline.models import recorded_harnesses
+from clawpipe.pipeline.processes import until_stopped
 from clawpipe.pipeline.runtime import Runtime
 
 NUM_CLEAN = 3000
@@ -35,13 +42,6 @@ NUM_HELD_OUT = 256
 SHARED_MEMORY = Path("/dev/shm")
 
 Message = dict[str, Any]
-
-
-class Flaw(Enum):
-    """What a demonstration gets wrong."""
-
-    FOLDER = "the path lacks its folder"
-    BRACE = "the call lacks its last brace"
 
 
 class Call(Struct, frozen=True, kw_only=True):
@@ -66,14 +66,37 @@ class Call(Struct, frozen=True, kw_only=True):
 
 
 def main(config: Config, runtime: Runtime) -> None:
-    """Writes `runtime.demos_path`; the same configuration gives the same file."""
+    """Writes `runtime.demos_path`. The same configuration gives the same file, but for what harnesses say of time."""
     target = Path(runtime.demos_path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        for row in demonstrations(config):
+        for row in _rows(config, runtime):
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     temporary.replace(target)
+
+
+def _rows(config: Config, runtime: Runtime) -> Iterator[dict[str, Any]]:
+    recorded = recorded_harnesses(config)
+    if len(recorded) < len(config.harness):
+        yield from demonstrations(config)
+    if recorded:
+        yield from _recorded(config, runtime, recorded)
+
+
+def _recorded(config: Config, runtime: Runtime, harnesses: Sequence[HarnessConfig]) -> Iterator[dict[str, Any]]:
+    sources, dice = _sources(config), _dice(config, "recordings")
+    wanted = [take for entry in harnesses for take in takes(entry, shapes(sources), dice)]
+    rolls = anyio.run(_record, config, runtime, wanted)
+    yield from (roll.line() for roll in rolls.values())
+    yield from fillings(rolls, _distinct_errands(sources, _dice(config, "recorded demonstrations")), dice)
+
+
+async def _record(config: Config, runtime: Runtime, wanted: Sequence[Take]) -> Mapping[tuple[str, Shape], Roll]:
+    """Ends in order when it is told to stop: what is recorded by then must not lie about."""
+    async with until_stopped():
+        return await make_rolls(config, runtime, wanted)
+    raise ClawpipeError("stopped before all demonstrations were recorded; start again")
 
 
 def demonstrations(config: Config) -> Iterator[dict[str, Any]]:
@@ -82,17 +105,17 @@ def demonstrations(config: Config) -> Iterator[dict[str, Any]]:
     A run on other tasks, which have no scripts, gets the default family: its model then knows how to call
     tools, and nothing of the tasks.
     """
-    sources = [source for source in config.tasks if isinstance(source, FilingTasksConfig)]
+    sources = _sources(config)
     loops = [entry for entry in config.harness if isinstance(entry, AgentLoopConfig)] or [AgentLoopConfig()]
-    tiny = config.model.tiny or TinyModelConfig()
-    dice = random.Random(f"demonstrations-{tiny.seed}")  # the seed is the model's: it is cached across runs
+    dice = _dice(config, "demonstrations")
     with tempfile.TemporaryDirectory(prefix="clawpipe-demos-", dir=_in_memory()) as folder:
-        picked = _distinct_errands(sources or [FilingTasksConfig()], dice)
+        picked = _distinct_errands(sources, dice)
         for number, (errand, held_out, flaw) in enumerate(picked):
             harness = loops[number % len(loops)]
             workspace = Path(folder, str(number))
             messages = demonstrate(errand, flaw, harness, workspace)
             yield {
+                "kind": "conversation",
                 "tools": program.TOOLS,
                 "messages": messages,
                 "flawed": flaw is not None,
@@ -127,6 +150,15 @@ def script(errand: Errand, flaw: Flaw | None) -> list[Call]:
         lacks_brace=flaw is Flaw.BRACE,
     )
     return [*look, write, Call(name="finish", arguments={})]
+
+
+def _sources(config: Config) -> list[FilingTasksConfig]:
+    return [source for source in config.tasks if isinstance(source, FilingTasksConfig)] or [FilingTasksConfig()]
+
+
+def _dice(config: Config, use: str) -> random.Random:
+    """The seed is the model's: it is cached across runs."""
+    return random.Random(f"{use}-{(config.model.tiny or TinyModelConfig()).seed}")
 
 
 def _in_memory() -> str | None:

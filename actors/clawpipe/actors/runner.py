@@ -13,6 +13,7 @@ from functools import partial
 import trio
 
 from clawpipe.actors import link
+from clawpipe.actors.harness import mcp
 from clawpipe.actors.harness.load import make_harness
 from clawpipe.actors.proxy_link import LinkLost, ProxyLink, connect
 from clawpipe.actors.rollout import Workshop, run_rollout
@@ -42,6 +43,8 @@ async def _act(config: Config, runtime: Runtime) -> None:
     async with trio.open_nursery() as nursery:
         await nursery.start(_cancel_at_signal, nursery.cancel_scope)
         progress = Progress(runtime.path(), "actor", "preparing sandboxes")
+        for entry in config.harness:
+            await trio.to_thread.run_sync(mcp.prepare, mcp.of(entry))
         async with Supervisor.open(config.sandbox, runtime.run_id, runtime.path("sandboxes")) as host:
             progress.finish()
             if host.missing_limits:

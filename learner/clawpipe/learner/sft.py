@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as FilePath
 
@@ -41,7 +41,7 @@ class Lessons:
 
     clean: Sequence[Path]
     flawed: Sequence[Path]
-    held_out: Sequence[Path]  # clean ones, not trained on
+    held_out: Mapping[str, Sequence[Path]]  # per harness clean ones, not trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class Outcome:
     """How a cold start went."""
 
     clean_steps: int  # of stage 1
-    gate_probability: float  # of held-out demonstrations, when stage 1 ended
+    gate_probability: float  # of held-out demonstrations of the harness that is learned worst, when stage 1 ended
     loss: float  # of the last step of stage 2, nats per token
 
 
@@ -82,14 +82,17 @@ def main(config: Config, runtime: Runtime) -> None:
 def read_lessons(demos_path: FilePath, model_dir: FilePath) -> Lessons:
     """The demonstrations in the model's tokens. LearnerError when a kind of them is missing."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    kinds: dict[str, list[Path]] = {"clean": [], "flawed": [], "held_out": []}
+    clean: list[Path] = []
+    flawed: list[Path] = []
+    held_out: dict[str, list[Path]] = {}
     for each in read(demos_path):
-        kind = "held_out" if each.held_out else "flawed" if each.flawed else "clean"
-        kinds[kind].append(sequence(tokenizer, each))
-    missing = [kind for kind, paths in kinds.items() if not paths]
+        kind = held_out.setdefault(each.harness, []) if each.held_out else flawed if each.flawed else clean
+        kind.append(sequence(tokenizer, each))
+    kinds = {"clean": clean, "flawed": flawed, "held_out": held_out}
+    missing = [name for name, found in kinds.items() if not found]
     if missing:
         raise LearnerError(f"{demos_path}: no {' and no '.join(missing)} demonstrations; write the file anew")
-    return Lessons(**kinds)
+    return Lessons(clean=clean, flawed=flawed, held_out=held_out)
 
 
 class Trainer:
@@ -103,7 +106,7 @@ class Trainer:
         self._optimizer: Optimizer = MuonAdamW(
             model, muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, clip_grad=CLIP_GRAD
         )
-        self._gate = _forest(lessons.held_out[:GATE_DEMONSTRATIONS], model.vocab_size)
+        self._gates = [_forest(paths[:GATE_DEMONSTRATIONS], model.vocab_size) for paths in lessons.held_out.values()]
 
     def run(self, progress: Progress) -> Outcome:
         """Both stages. LearnerError when `max_steps` do not open the gate."""
@@ -112,10 +115,16 @@ class Trainer:
         return Outcome(clean_steps=clean_steps, gate_probability=probability, loss=loss)
 
     def probability(self) -> float:
-        """Mean over held-out demonstrations of the probability of all their assistant turns together."""
+        """Mean over held-out demonstrations of the probability of all their assistant turns together.
+
+        Of several harnesses the lowest: the cold start is over when the model can work in each of them.
+        """
+        return min(map(self._probability, self._gates))
+
+    def _probability(self, gate: ForestTensors) -> float:
         with torch.no_grad():
-            logprob_E = token_logprobs(self._model, self._gate, temperature=1.0)
-        rollout_E = self._gate.entry_rollout_E
+            logprob_E = token_logprobs(self._model, gate, temperature=1.0)
+        rollout_E = gate.entry_rollout_E
         logprob_R = torch.zeros(int(rollout_E.max()) + 1).index_add_(0, rollout_E, logprob_E.cpu())
         return float(logprob_R.exp().mean())
 

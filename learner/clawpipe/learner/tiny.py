@@ -7,6 +7,7 @@ the same folder. Its weights are random.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +15,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3MoeConf
 from transformers.utils.logging import disable_progress_bar
 
 from clawpipe.learner import demonstrations
+from clawpipe.learner.atoms import atoms_of, without_atoms
+from clawpipe.learner.demonstrations import Conversation, Demonstration, Filled
 from clawpipe.learner.safetensor_files import finish_folder
 from clawpipe.learner.tokenizer import END_OF_TEXT, END_OF_TURN, train_tokenizer
 from clawpipe.pipeline.config import Config, TinyModelConfig
@@ -36,14 +39,35 @@ def main(config: Config, runtime: Runtime) -> None:
     check_sizes(tiny)
     found = demonstrations.read(Path(runtime.demos_path))
     progress.at(1, "tokenizer")
-    tokenizer = train_tokenizer(
-        ((each.messages, each.tools) for each in found), tiny.vocab_size, config.model.context_tokens
-    )
+    tokenizer = make_tokenizer(found, tiny.vocab_size, config.model.context_tokens)
     progress.at(2, "weights")
     model = build(tiny, tokenizer, config.model.context_tokens)
     save(model, tokenizer, Path(runtime.init_model_dir))
     progress.finish(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     log.info("model built", parameters=model.num_parameters(), vocabulary=len(tokenizer), seed=tiny.seed)
+
+
+def make_tokenizer(found: Sequence[Demonstration], vocab_size: int, context_tokens: int) -> PreTrainedTokenizerFast:
+    """The tokenizer of these demonstrations; what harnesses always say in the same words is made of atoms."""
+    atoms = atoms_of(demonstrations.recordings_of(found))
+    return train_tokenizer(
+        ((each.messages, each.tools) for each in found if isinstance(each, Conversation)),
+        vocab_size,
+        context_tokens,
+        recorded=_between_atoms(found, atoms),
+        atoms=atoms,
+    )
+
+
+def _between_atoms(found: Sequence[Demonstration], atoms: Sequence[str]) -> Iterator[str]:
+    """What the recorded demonstrations say beside the atoms."""
+    parts = {
+        recording.name: [part for piece in recording.pieces for part in without_atoms(piece.text, atoms)]
+        for recording in demonstrations.recordings_of(found)
+    }
+    for each in found:
+        if isinstance(each, Filled):
+            yield from map(each.fill, parts[each.recording.name])
 
 
 def check_sizes(tiny: TinyModelConfig) -> None:

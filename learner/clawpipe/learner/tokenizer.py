@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from msgspec import Struct
@@ -83,21 +84,33 @@ class Piece(Struct, frozen=True):
 
 
 def train_tokenizer(
-    conversations: Iterable[tuple[Messages, Tools]], vocab_size: int, context_tokens: int
+    conversations: Iterable[tuple[Messages, Tools]],
+    vocab_size: int,
+    context_tokens: int,
+    *,
+    recorded: Iterable[str] = (),
+    atoms: Sequence[str] = (),
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with at most `vocab_size` tokens, trained on conversations as the chat template renders them.
+    """A tokenizer trained on conversations as the chat template renders them, and on recorded texts.
 
-    Its size is a multiple of 32 (vLLM's kernels), and no id is unused. Same conversations, same tokenizer.
+    It has at most `vocab_size` tokens beside the `atoms`, texts that are one token each. Its size is a multiple of 32
+    (vLLM's kernels), and no id is unused. Same texts, same tokenizer.
     """
     blank = _wrap(Tokenizer(models.BPE()), context_tokens)
     texts = (render(blank, messages, tools, prompt=False) for messages, tools in conversations)
-    pieces = [piece for text in texts for piece in _between_marks(text)]
+    pieces = [piece for text in chain(texts, recorded) for piece in between_marks(text)]
     num_marks = len(SPECIAL) + len(MARKS)
     bpe = _train_bpe(pieces, vocab_size - num_marks)
-    size = (bpe.get_vocab_size() + num_marks) // 32 * 32
-    if size != bpe.get_vocab_size() + num_marks:
-        bpe = _train_bpe(pieces, size - num_marks)  # the same merges without the last few
-    return _wrap(bpe, context_tokens)
+    num_whole = num_marks + len(atoms)
+    size = (bpe.get_vocab_size() + num_whole) // 32 * 32
+    if size != bpe.get_vocab_size() + num_whole:
+        bpe = _train_bpe(pieces, size - num_whole)  # the same merges without the last few
+    return _wrap(bpe, context_tokens, atoms)
+
+
+def syllable_tokenizer(texts: Iterable[str], vocab_size: int, context_tokens: int) -> PreTrainedTokenizerFast:
+    """A tokenizer for any text, with the marks and the chat template; like every one here it is exact to the byte."""
+    return _wrap(_train_bpe(texts, vocab_size), context_tokens)
 
 
 def render(tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Tools, *, prompt: bool) -> str:
@@ -129,16 +142,21 @@ def pieces_of(tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Too
 
 def encode_turns(tokenizer: PreTrainedTokenizerFast, messages: Messages, tools: Tools) -> tuple[list[int], list[bool]]:
     """Token ids of the conversation up to its last assistant turn, and which of them are sampled ones."""
+    return encode_pieces(tokenizer, pieces_of(tokenizer, messages, tools))
+
+
+def encode_pieces(tokenizer: PreTrainedTokenizerFast, pieces: Iterable[Piece]) -> tuple[list[int], list[bool]]:
+    """Token ids of the pieces, each encoded on its own, and which of them are sampled ones."""
     ids: list[int] = []
     sampled: list[bool] = []
-    for piece in pieces_of(tokenizer, messages, tools):
+    for piece in pieces:
         part = tokenizer.encode(piece.text, add_special_tokens=False)
         ids += part
         sampled += [piece.sampled] * len(part)
     return ids, sampled
 
 
-def _between_marks(text: str) -> list[str]:
+def between_marks(text: str) -> list[str]:
     """What BPE learns from: marks are tokens of their own and take part in no merge."""
     return [part for part in re.split("|".join(map(re.escape, SPECIAL + MARKS)), text) if part]
 
@@ -158,7 +176,7 @@ def _train_bpe(pieces: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _wrap(bpe: Tokenizer, context_tokens: int) -> PreTrainedTokenizerFast:
+def _wrap(bpe: Tokenizer, context_tokens: int, atoms: Sequence[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         clean_up_tokenization_spaces=False,
@@ -166,6 +184,6 @@ def _wrap(bpe: Tokenizer, context_tokens: int) -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
     )
     tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL], True)
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (*MARKS, *atoms)])
     tokenizer.eos_token, tokenizer.pad_token = END_OF_TURN, END_OF_TEXT
     return tokenizer

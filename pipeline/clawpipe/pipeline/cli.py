@@ -1,4 +1,4 @@
-"""The command line: `clawpipe up | check | status | drain | run`. Parses, calls, prints; nothing else."""
+"""The command line: `clawpipe up | check | demos | status | drain | run | harness`. Parses, calls, prints, no more."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from clawpipe.pipeline import config as configuration
+from clawpipe.pipeline import demos as demonstrations
 from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.checks import run_checks
@@ -77,6 +78,20 @@ def check(
     if problems:
         raise typer.Exit(2)
     typer.echo(f"{config}: no problem found")
+
+
+@app.command()
+def demos(
+    config: ConfigPath,
+    out: Annotated[Path | None, typer.Option(help="Where to write them; default: where `up` looks for them.")] = None,
+    set_: Overrides = None,
+) -> None:
+    """Makes demonstrations: the harnesses of CONFIG at work, with a script in place of the model."""
+    loaded = configuration.load(config, parse_overrides(set_ or []))
+    written = demonstrations.make(loaded, out, load_role)
+    for line in demonstrations.table(written):
+        typer.echo(line)
+    typer.echo(f"{written}: written")
 
 
 @app.command()
@@ -172,6 +187,12 @@ def newest_run(root: Path) -> Path:
     return found[-1].parent
 
 
+def add_commands(to: typer.Typer) -> None:
+    """The commands that other rooms bring: this one imports neither."""
+    for entry in importlib.metadata.entry_points(group="clawpipe.commands"):
+        to.add_typer(entry.load(), name=entry.name)
+
+
 def _stamp() -> str:
     return datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
@@ -179,6 +200,7 @@ def _stamp() -> str:
 def main() -> None:
     """Entry point: errors that a user can act on are one line and exit code 2."""
     try:
+        add_commands(app)
         app()
     except ClawpipeError as err:
         typer.echo(f"clawpipe: {one_line(err)}", err=True)

@@ -25,6 +25,7 @@ Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]+$")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+MCP_NAME = "^[A-Za-z][A-Za-z0-9_-]*$"  # of a server: part of its tools' names, and a key in harnesses' own files
 
 
 class _Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -138,7 +139,7 @@ class ProxyConfig(_Table, frozen=True, kw_only=True):
     max_resamples: Positive = 2  # of one turn; what is malformed even then goes out as text
     history_thinking: Literal["keep", "template"] = "keep"  # of earlier turns: as sampled, or as the template says
     max_parallel_calls: Positive = 32  # of one rollout; more are told to try again
-    max_connections: Positive = 128  # of one rollout; more wait to be accepted
+    max_connections: Positive = 128  # of one rollout; more are closed at once
 
 
 class SandboxConfig(_Table, frozen=True, kw_only=True):
@@ -176,14 +177,14 @@ class McpConfig(_Table, frozen=True, kw_only=True):
     Either a `command` of yours, or `documents`: the stock server that searches and reads a folder of this host.
     """
 
-    name: Annotated[str, Meta(pattern="^[A-Za-z][A-Za-z0-9_-]*$")]
+    name: Annotated[str, Meta(pattern=MCP_NAME)]
     command: tuple[str, ...] = ()  # program and arguments, as they are inside the sandbox
     documents: str = ""  # a folder on this host; the sandbox sees it read-only
     env: dict[str, str] = {}
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.documents):
-            raise ValueError(f"MCP server {self.name}: set exactly one of `command` and `documents`")
+            raise ValueError(f"set exactly one of `command` and `documents` for the server {self.name!r}")
 
 
 class _InstalledHarness(_Table, frozen=True, kw_only=True):

@@ -206,7 +206,7 @@ async def _start_roles(run: _Run, services: anyio.abc.TaskGroup) -> None:
     Engines start from the model's first weights and get the learner's by a push, so they need no cold start.
     """
     missing = model_folders(run.config).missing()
-    for role in ("alphabet", "demos", "model"):
+    for role in ("syllables", "demos", "model"):
         if role in missing:
             await _run_once(run, role)
     for role in ("engine", "proxy", "actor", "pipeline"):

@@ -18,6 +18,7 @@ from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig,
 
 RECIPE = 1  # counted up when the same configuration would build another model
 RECORDING = 1  # the same for recorded demonstrations: pinned versions, scripts, how adapters start their programs
+SUMMARY_SUFFIX = ".summary.json"  # beside recorded demonstrations: how the recording went
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,11 @@ class ModelFolders:
         """The roles that must still run, in order."""
         if self.demos is None:
             return ()
-        made = (("demos", self.demos), ("model", self.init / "config.json"), ("coldstart", self.start / "config.json"))
+        made = [("demos", self.demos), ("model", self.init / "config.json")]
+        if self.start != self.init:
+            made.append(("coldstart", self.start / "config.json"))
         roles = tuple(role for role, product in made if not product.exists())
-        return ("alphabet", *roles) if self.recorded and "demos" in roles else roles
+        return ("syllables", *roles) if self.recorded and "demos" in roles else roles
 
 
 def model_folders(config: Config) -> ModelFolders:
@@ -67,9 +70,9 @@ def recorded_harnesses(config: Config) -> tuple[HarnessConfig, ...]:
     return tuple(entry for entry in config.harness if not isinstance(entry, AgentLoopConfig))
 
 
-def alphabet_dir(demos_path: Path) -> Path:
-    """Where the role `alphabet` puts the tokenizer that demonstrations are recorded with."""
-    return demos_path.with_name("alphabet")
+def syllables_dir(demos_path: Path) -> Path:
+    """Where the role `syllables` puts the tokenizer that demonstrations are recorded with."""
+    return demos_path.with_name("syllables")
 
 
 def cache_dir() -> Path:

@@ -1,10 +1,10 @@
 """The bounded queue of complete groups between the assembler and the learner.
 
 What waits: groups whose rollouts are all closed. What wakes it: a lease, which takes the oldest groups, of each
-harness as many as every step must have. When
-full, the assembler stops pulling from the stream (`full`), which holds everything back as far as the
-scheduler; nothing is ever thrown out to make room. A queue that has not the groups for one batch is never full,
-else nothing would move again. Staleness is checked at the take, so the time in the queue counts.
+harness as many as every step must have. When full, the assembler stops pulling from the stream (`full`), which
+holds everything back as far as the scheduler; nothing is ever thrown out to make room. A queue that has not the
+groups for one batch is never full, else nothing would move again. Staleness is checked at the take, so the time
+in the queue counts.
 """
 
 from __future__ import annotations

@@ -137,6 +137,7 @@ class Scheduler:
     @property
     def shares(self) -> dict[str, int]:
         """How many groups every step has of each harness at least."""
+        # A share that is whole must not fall to the number below it by the rounding of its weight.
         least = np.floor(self._groups_per_step * self._weights + 1e-9).astype(int).tolist()
         return dict(zip(self._harnesses, least, strict=True))
 

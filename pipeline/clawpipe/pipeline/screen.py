@@ -162,10 +162,14 @@ def _harness_line(name: str, found: dict[str, Any]) -> str:
     roles = ", ".join(f"{count} {role}" for role, count in found["roles"].items())
     broken = sum(found["broken_grafts"].values())
     return (
-        f"{name}: {found['rollouts']} rollouts, mean reward {'not measured' if reward is None else f'{reward:.3f}'}, "
+        f"{name}: {found['rollouts']} rollouts, mean reward {_measured(reward, '.3f')}, "
         f"calls {roles or 'none'}, tokens {tokens['trained']} trained of {tokens['sampled']}, "
-        f"prefix reuse {0 if reuse is None else reuse:.0%}, {broken} calls with a broken graft"
+        f"prefix reuse {_measured(reuse, '.0%')}, {broken} calls with a broken graft"
     )
+
+
+def _measured(value: float | None, form: str) -> str:
+    return "not measured" if value is None else format(value, form)
 
 
 def duration(seconds: float) -> str:

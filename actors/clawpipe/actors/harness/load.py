@@ -4,7 +4,21 @@ from __future__ import annotations
 
 from clawpipe.actors.harness.agentloop import AgentLoop
 from clawpipe.actors.harness.base import Harness
-from clawpipe.pipeline.config import AgentLoopConfig, HarnessConfig, ModelConfig
+from clawpipe.actors.harness.claude_code import ClaudeCode
+from clawpipe.actors.harness.codex import Codex
+from clawpipe.actors.harness.openclaw import OpenClaw
+from clawpipe.actors.harness.opencode import OpenCode
+from clawpipe.actors.harness.qwen_code import QwenCode
+from clawpipe.pipeline.config import (
+    AgentLoopConfig,
+    ClaudeCodeConfig,
+    CodexConfig,
+    HarnessConfig,
+    ModelConfig,
+    OpenClawConfig,
+    OpenCodeConfig,
+    QwenCodeConfig,
+)
 from clawpipe.pipeline.errors import ConfigError
 
 
@@ -13,5 +27,15 @@ def make_harness(config: HarnessConfig, model: ModelConfig) -> Harness:
     match config:
         case AgentLoopConfig():
             return AgentLoop(config, model.name)
+        case OpenClawConfig():
+            return OpenClaw(config, model)
+        case ClaudeCodeConfig():
+            return ClaudeCode(config, model)
+        case CodexConfig():
+            return Codex(config, model)
+        case OpenCodeConfig():
+            return OpenCode(config, model)
+        case QwenCodeConfig():
+            return QwenCode(config, model)
         case _:
             raise ConfigError(f"[[harness]] {config.name}: this kind has no adapter")

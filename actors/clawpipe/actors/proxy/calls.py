@@ -1,4 +1,7 @@
-"""One call's way through the proxy: canonical request -> tokens -> sampled turn -> record -> answer."""
+"""One call's way through the proxy: canonical request -> tokens -> sampled turn -> record -> answer.
+
+What is refused is refused here, before anything is sampled; `prompts` writes the tokens, `turns` makes the turn.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +9,21 @@ import time
 
 import anyio
 import anyio.abc
-import numpy as np
 from msgspec import Struct
 
 from clawpipe.actors.harness.base import ModelCall
 from clawpipe.actors.proxy.capture import Prompt, Recorder
-from clawpipe.actors.proxy.graft import Broken, Graft
+from clawpipe.actors.proxy.cutting import Cutter
+from clawpipe.actors.proxy.encoder import Encoder
 from clawpipe.actors.proxy.identity import Call, Session
-from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault, Message, Speaker
+from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault
 from clawpipe.actors.proxy.parse import TurnParser
-from clawpipe.actors.proxy.render import Encoder, Gap, Renderer, TemplateRefusal
-from clawpipe.actors.proxy.upstream import Sampled, Sampler, Wanted
+from clawpipe.actors.proxy.prompts import Prompts
+from clawpipe.actors.proxy.render import Renderer
+from clawpipe.actors.proxy.turns import Job, Turns
+from clawpipe.actors.proxy.upstream import Sampler
 from clawpipe.pipeline.errors import BrokerError, EngineError
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.records import FinishReason, IntArray
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -28,6 +32,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     context_tokens: int
     max_completion_tokens: int
     retry_window_s: float
+    max_parallel_calls: int = 32  # of one rollout
+    max_resamples: int = 0  # of a turn that tried to call a tool and failed
 
 
 class Calls:
@@ -44,12 +50,11 @@ class Calls:
         limits: Limits,
         group: anyio.abc.TaskGroup,
         log: EventLog,
+        keep_thinking: bool = True,
     ) -> None:
-        self._renderer = renderer
-        self._encoder = encoder
+        self._prompts = Prompts(renderer, encoder, Cutter(renderer, parser), keep_thinking=keep_thinking)
+        self._turns = Turns(renderer, parser, sampler, recorder, limits.max_resamples)
         self._parser = parser
-        self._sampler = sampler
-        self._recorder = recorder
         self._limits = limits
         self._group = group
         self._log = log
@@ -66,8 +71,10 @@ class Calls:
             if isinstance(same.outcome, CallError):
                 raise same.outcome
             return same
+        self._require_room(session)
         call = session.begin(digest)
         try:
+            tools = self._parser.accept(ask.tools)
             prompt = await self._prepare(session, ask, wire)
             session.prepared(call, len(prompt.ids), prompt.started_s)
         except CallError as err:
@@ -76,40 +83,48 @@ class Calls:
         finally:
             if not call.prepared.is_set():
                 call.finish(CallError(Fault.UNAVAILABLE, "The call was given up."))
-        self._group.start_soon(self._run, session, call, ask, prompt)
+        tools = tools if ask.tools_allowed else self._parser.accept(())
+        self._group.start_soon(self._run, Job(session, call, ask, tools, prompt))
         return call
+
+    async def count(self, session: Session, ask: Ask) -> int:
+        """Tokens of this request's prompt. Nothing is sampled or recorded."""
+        session.require_open()
+        self._parser.accept(ask.tools)
+        self._require_few(ask)
+        return len((await self._prompts.write(session, ask)).ids)
+
+    def _require_room(self, session: Session) -> None:
+        most = self._limits.max_parallel_calls
+        if session.num_in_flight >= most:
+            raise CallError(Fault.BUSY, f"More than {most} requests at a time; please try again when one is done.")
+
+    def _require_few(self, ask: Ask) -> None:
+        """No message is without a token: more messages than that need no rendering to be too many."""
+        context = self._limits.context_tokens
+        if len(ask.messages) > context:
+            raise CallError(
+                Fault.OVERFLOW,
+                f"This model's maximum context length is {context} tokens. However, you sent {len(ask.messages)} "
+                "messages. Please reduce the length of the messages.",
+                "messages",
+            )
 
     async def _prepare(self, session: Session, ask: Ask, wire: ModelCall) -> Prompt:
         """Renders, grafts, encodes and measures."""
         started_s = time.time()
-        self._parser.accept(ask.tools)
-        try:
-            ids, broken = await self._tokens(session, ask)
-        except (TemplateRefusal, RecursionError) as err:
-            raise CallError(Fault.INVALID, f"The conversation cannot be rendered: {err}", "messages") from err
+        self._require_few(ask)
+        written = await self._prompts.write(session, ask)
+        for turn, reason in written.broken:
+            session.count_broken(turn, reason)
         return Prompt(
-            ids=ids,
-            max_tokens=self._room(len(ids), ask.max_tokens),
+            ids=written.ids,
+            max_tokens=self._room(len(written.ids), ask.max_tokens),
             role=session.classify(wire),
-            broken=broken,
+            broken=written.broken[0][1] if written.broken else None,
             requested=ask.requested,
             started_s=started_s,
         )
-
-    async def _tokens(self, session: Session, ask: Ask) -> tuple[IntArray, Broken | None]:
-        """(prompt ids, why the first broken turn is broken)."""
-        found = [_find(session, message) for message in ask.messages if message.speaker is Speaker.ASSISTANT]
-        grafts = [graft for graft in found if not isinstance(graft, Broken)]
-        gaps = self._renderer.gaps(ask.messages, ask.tools, [not isinstance(graft, Broken) for graft in found])
-        parts = await self._encoded(gaps[0])
-        for choices, gap in zip(grafts, gaps[1:], strict=True):
-            graft = _continuing(session, parts, choices)
-            gap = self._renderer.after_end_of_turn(gap) if graft.complete else gap
-            parts += [graft.ids, *await self._encoded(gap)]
-        return np.concatenate(parts), next((reason for reason in found if isinstance(reason, Broken)), None)
-
-    async def _encoded(self, gap: Gap) -> list[IntArray]:
-        return [await self._encoder.encode(piece) for piece in gap.pieces]
 
     def _room(self, prompt_tokens: int, asked: int | None) -> int:
         """Tokens that may be sampled. A limit that was asked for must fit into the context whole."""
@@ -123,6 +138,8 @@ class Calls:
                 f"({prompt_tokens} in the messages, {min(asked, most)} in the completion). Please reduce the length "
                 "of the messages or completion.",
                 "messages",
+                tokens=total,
+                limit=context,
             )
         if prompt_tokens >= context:
             raise CallError(
@@ -130,58 +147,20 @@ class Calls:
                 f"This model's maximum context length is {context} tokens. However, your messages resulted in "
                 f"{prompt_tokens} tokens. Please reduce the length of the messages.",
                 "messages",
+                tokens=prompt_tokens + 1,
+                limit=context,
             )
         return min(context - prompt_tokens, most if asked is None else min(asked, most))
 
-    async def _run(self, session: Session, call: Call, ask: Ask, prompt: Prompt) -> None:
-        """Samples and records; the outcome is an answer, or an error of ours that is counted."""
+    async def _run(self, job: Job) -> None:
+        """Makes the turn; the outcome is an answer, or an error of ours that is counted."""
         outcome: Answer | CallError = CallError(Fault.SETTLED, "The call was ended.")
         try:
-            with call.scope:
-                wanted = Wanted(
-                    prompt=prompt.ids,
-                    max_tokens=prompt.max_tokens,
-                    call_id=session.call_id(call.index),
-                    role=prompt.role,
-                    stop=ask.stop,
-                )
-                sampled = await self._sampler.sample(wanted, call.cut)
-                outcome = await self._finish(session, call, ask, prompt, sampled)
+            with job.call.scope:
+                outcome = await self._turns.make(job)
         except (EngineError, BrokerError) as err:
-            session.num_aborted += 1
-            self._log.error("call aborted", call=session.call_id(call.index), error=str(err))
+            job.session.num_aborted += 1
+            self._log.error("call aborted", call=job.session.call_id(job.call.index), error=str(err))
             outcome = CallError(Fault.UNAVAILABLE, "The model is unavailable for the moment. Please try again.")
         finally:
-            call.finish(outcome)
-
-    async def _finish(
-        self, session: Session, call: Call, ask: Ask, prompt: Prompt, sampled: Sampled
-    ) -> Answer | CallError:
-        """Parses, records, and only then makes the turn known."""
-        assert call.head is not None
-        turn = self._parser.parse(
-            self._renderer.decode(sampled.ids),
-            ask.tools if ask.tools_allowed else (),
-            call.head.id,
-            truncated=sampled.finish_reason is not FinishReason.STOP,
-        )
-        await self._recorder.store(session, call, prompt, sampled, malformed=turn.malformed)
-        complete = len(sampled.ids) > 0 and int(sampled.ids[-1]) == self._renderer.end_of_turn_id
-        session.sampled(call, prompt.ids, sampled.ids, turn, Graft(sampled.ids, complete))
-        if sampled.finish_reason is FinishReason.CUT:
-            return CallError(Fault.SETTLED, "The call was cut.")
-        return Answer(head=call.head, turn=turn, completion_tokens=len(sampled.ids))
-
-
-def _find(session: Session, message: Message) -> list[Graft] | Broken:
-    found = session.turns.find(message)
-    if isinstance(found, Broken):
-        session.count_broken(message, found)
-    return found
-
-
-def _continuing(session: Session, parts: list[IntArray], choices: list[Graft]) -> Graft:
-    """Of the turns that say the same, the one that was sampled after these very tokens, if one was."""
-    if len({graft.ids.tobytes() for graft in choices}) == 1:
-        return choices[-1]
-    return max(choices, key=lambda graft: session.prefixes.longest(np.concatenate([*parts, graft.ids]))[1])
+            job.call.finish(outcome)

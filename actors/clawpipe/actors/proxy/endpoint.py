@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import anyio
 
 from clawpipe.actors.harness.base import ModelCall
 from clawpipe.actors.proxy.calls import Calls
-from clawpipe.actors.proxy.dialects.chat import Chat, models
+from clawpipe.actors.proxy.dialects.anthropic import Messages, counted
+from clawpipe.actors.proxy.dialects.anthropic_request import read_count
+from clawpipe.actors.proxy.dialects.chat import Chat
 from clawpipe.actors.proxy.dialects.dialect import Dialect, read_body
+from clawpipe.actors.proxy.dialects.models import Models, is_anthropic
+from clawpipe.actors.proxy.dialects.responses import Responses
 from clawpipe.actors.proxy.identity import Session
-from clawpipe.actors.proxy.messages import CallError, Fault
+from clawpipe.actors.proxy.intake import Intake
+from clawpipe.actors.proxy.messages import Ask, CallError, Fault
 from clawpipe.actors.proxy.stream import Receive, Reply, Send, deliver
 
-MAX_BODY_BYTES = 16 * 1024**2  # a full window of 64K tokens is well under one MiB
+MESSAGES = "/v1/messages"
+COUNT_TOKENS = "/v1/messages/count_tokens"
+RETRY_AFTER_S = 1
 
 
 class Endpoint:
@@ -26,10 +33,17 @@ class Endpoint:
 
     def __init__(self, calls: Calls, model: str, keepalive_s: float, crash: Callable[[Exception], None]) -> None:
         self._calls = calls
-        self._models = models(model)
+        self._model = model
+        self._models = Models(model)
+        self._intake = Intake()
         self._keepalive_s = keepalive_s
         self._crash = crash
-        self._dialects: dict[str, Dialect] = {"/v1/chat/completions": Chat()}
+        self._dialects: dict[str, Dialect] = {
+            "/v1/chat/completions": Chat(),
+            "/v1/responses": Responses(),
+            MESSAGES: Messages(),
+            COUNT_TOKENS: Messages(),
+        }
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serves one request."""
@@ -45,59 +59,68 @@ class Endpoint:
 
     async def _serve(self, session: Session, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         client_gone = anyio.Event()
-        reply = Reply(send, client_gone)
-        dialect = self._dialects.get(scope["path"], Chat())
+        reply, headers = Reply(send, client_gone), _headers(scope)
+        dialect = self._dialect(scope["path"], headers)
         try:
-            if (scope["method"], scope["path"]) == ("GET", "/v1/models"):
-                await reply.whole(200, self._models)
+            if scope["method"] == "GET" and (found := self._models.get(scope["path"], headers)):
+                await reply.whole(200, found)
                 return
             if scope["method"] != "POST" or scope["path"] not in self._dialects:
                 raise CallError(Fault.NOT_FOUND, f"Unknown request URL: {scope['method']} {scope['path']}.")
-            data = await _read(receive, client_gone)
+            data = await self._intake.take(headers, receive, client_gone)
         except CallError as err:
-            await reply.whole(*dialect.error(err))
+            await _refuse(reply, dialect, err)
             return
         async with anyio.create_task_group() as group:
             group.start_soon(_watch, receive, client_gone)
-            await self._answer(session, dialect, scope, data, reply)
+            await self._answer(session, dialect, scope["path"], headers, data, reply)
             group.cancel_scope.cancel()
 
+    def _dialect(self, path: str, headers: dict[str, str]) -> Dialect:
+        """The path's; for an unknown path the one that the client seems to speak, which then words the error."""
+        anthropic = path.startswith(f"{MESSAGES}/") or is_anthropic(headers)
+        return self._dialects.get(path) or (Messages() if anthropic else Chat())
+
     async def _answer(
-        self, session: Session, dialect: Dialect, scope: MutableMapping[str, Any], data: bytes, reply: Reply
+        self, session: Session, dialect: Dialect, path: str, headers: dict[str, str], data: bytes, reply: Reply
     ) -> None:
         try:
-            body = read_body(data)
-            ask = dialect.read(body)
-            wire = ModelCall(path=scope["path"], headers=_headers(scope), body=body)
-            call = await self._calls.start(session, ask, wire)
+            read = read_count if path == COUNT_TOKENS else dialect.read
+            body, ask = await self._intake.read(data, lambda packed: self._ask(read, packed))
+            if path == COUNT_TOKENS:
+                await reply.whole(200, counted(await self._calls.count(session, ask)))
+                return
+            call = await self._calls.start(session, ask, ModelCall(path=path, headers=headers, body=body))
         except CallError as err:
-            await reply.whole(*dialect.error(err))
+            await _refuse(reply, dialect, err)
             return
         except RecursionError:  # read as JSON, it was just not too deep; whatever walks it then needs more frames
-            await reply.whole(*dialect.error(CallError(Fault.INVALID, "The body is nested too deeply.")))
+            await _refuse(reply, dialect, CallError(Fault.INVALID, "The body is nested too deeply."))
             return
         await deliver(reply, dialect, ask, call, self._keepalive_s)
+
+    def _ask(self, read: Callable[[Mapping[str, Any]], Ask], data: bytes) -> tuple[dict[str, Any], Ask]:
+        """The body and what it asks for. CallError when it is no request, or one for a model that is not here."""
+        body = read_body(data)
+        ask = read(body)
+        if ask.model not in ("", self._model):
+            raise CallError(Fault.NO_MODEL, f"The model {ask.model[:100]!r} does not exist.", "model")
+        return body, ask
+
+
+async def _refuse(reply: Reply, dialect: Dialect, error: CallError) -> None:
+    """An error as the whole answer. A client that was too slow is not waited for any more."""
+    more = {
+        Fault.BUSY: [(b"retry-after", str(RETRY_AFTER_S).encode())],
+        Fault.SLOW: [(b"connection", b"close")],
+        Fault.TOO_LARGE: [(b"connection", b"close")],
+    }
+    await reply.whole(*dialect.error(error), more.get(error.fault, []))
 
 
 def _headers(scope: MutableMapping[str, Any]) -> dict[str, str]:
     """Names in lower case; of a header that comes twice the last."""
     return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-
-
-async def _read(receive: Receive, client_gone: anyio.Event) -> bytes:
-    """The request's body. CallError when it is too large, or the client left while sending it."""
-    parts: list[bytes] = []
-    size, more = 0, True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            client_gone.set()
-            raise CallError(Fault.INVALID, "The body ended early.")
-        parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > MAX_BODY_BYTES:
-            raise CallError(Fault.TOO_LARGE, f"The body has more than {MAX_BODY_BYTES} bytes.")
-    return b"".join(parts)
 
 
 async def _watch(receive: Receive, client_gone: anyio.Event) -> None:

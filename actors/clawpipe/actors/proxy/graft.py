@@ -1,29 +1,35 @@
 """Finds in a replayed history the turns that this rollout sampled, and gives their token ids back.
 
-Harnesses replay what they were told, but not byte for byte: JSON is re-written, ids lose their punctuation, text
-made of white space vanishes, text and calls change places. So turns are matched on what they mean. Text that
-was decoded is never encoded again: the sampled ids themselves take its place. A turn that was not sampled
-here, or that the harness changed, is the harness's own text; the reason is counted.
+Turns are matched on what they mean (`meaning`). Text that was decoded is never encoded again: the sampled ids
+themselves take its place. A turn of which the harness kept a part is given back in part (`cutting`). One that was
+not sampled here, or that the harness changed, is the harness's own text; the reason is counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from enum import StrEnum
 
 from msgspec import Struct
 
-from clawpipe.actors.proxy.messages import Message, ToolCall, Turn, canonical_arguments
+from clawpipe.actors.proxy.meaning import CallMeaning, Meaning, bare_id, call_meaning, meaning, rewritten
+from clawpipe.actors.proxy.messages import Message, ToolCall, Turn
+from clawpipe.actors.proxy.parse import ToolSet
 from clawpipe.pipeline.records import IntArray
+
+MAX_CANDIDATES = 8  # turns that are tried for a part of one
+MAX_PARTS = 256  # messages that are remembered with what was found for them
 
 
 class Broken(StrEnum):
-    """Why an assistant turn of the history is not grafted."""
+    """Why an assistant turn of the history is not grafted whole and as it was sampled."""
 
     FOREIGN = "foreign"  # nothing like it was sampled in this rollout
     TEXT = "text_changed"
     THINKING = "thinking_changed"
     CALLS = "calls_changed"
+    PARTIAL = "partial"  # a part of a turn that does not end where a token ends
+    STRIPPED = "thinking_stripped"  # grafted, without the thinking that the chat template leaves out
 
 
 class Graft(Struct, frozen=True):
@@ -33,71 +39,107 @@ class Graft(Struct, frozen=True):
     complete: bool
 
 
-class _Meaning(Struct, frozen=True):
-    """What a turn says, freed of what harnesses change."""
+class Said(Struct, frozen=True, eq=False):
+    """A turn that was sampled, with what it takes to find it again and to cut it."""
 
-    text: str
-    thinking: str
-    calls: tuple[tuple[str, str], ...]  # (name, canonical arguments)
+    turn: Turn
+    graft: Graft
+    tools: ToolSet  # that it could call
+    means: Meaning
+
+
+class _SampledCall(Struct, frozen=True, eq=False):
+    """A call of a sampled turn."""
+
+    call: ToolCall
+    means: CallMeaning
+    said: Said
 
 
 class SampledTurns:
     """The turns of one rollout, findable by what they mean."""
 
     def __init__(self) -> None:
-        self._by_meaning: dict[_Meaning, list[Graft]] = {}
-        self._by_said: dict[tuple[str, tuple[tuple[str, str], ...]], list[Graft]] = {}  # without the thinking
-        self._by_call_id: dict[str, list[Graft]] = {}
-        self._texts: set[str] = set()
-        self._calls: set[tuple[tuple[str, str], ...]] = set()
+        self._all: list[Said] = []
+        self._by_said: dict[tuple[str, tuple[CallMeaning, ...]], list[Said]] = {}  # (text, calls)
+        self._by_told: dict[tuple[str, tuple[CallMeaning, ...]], list[Said]] = {}  # (thinking and text, calls)
+        self._calls: dict[str, _SampledCall] = {}  # by id
+        self._parts: dict[Message, list[tuple[Said, Graft]]] = {}
 
-    def add(self, turn: Turn, graft: Graft) -> None:
+    def add(self, turn: Turn, graft: Graft, tools: ToolSet) -> None:
         """A turn was sampled as these ids and goes out to the harness."""
-        meaning = _Meaning(turn.text.strip(), turn.thinking.strip(), _calls(turn.calls))
-        for found in (
-            self._by_meaning.setdefault(meaning, []),
-            self._by_said.setdefault((meaning.text, meaning.calls), []),
-            *(self._by_call_id.setdefault(_bare(call.id), []) for call in turn.calls),
-        ):
-            found.append(graft)
-        self._texts.add(meaning.text)
-        self._calls.add(meaning.calls)
+        said = Said(turn, graft, tools, meaning(turn))
+        self._all.append(said)
+        self._by_said.setdefault((said.means.text, said.means.calls), []).append(said)
+        if said.means.thinking:
+            self._by_told.setdefault((said.means.thinking + said.means.text, said.means.calls), []).append(said)
+        for call, means in zip(turn.calls, said.means.calls, strict=True):
+            self._calls[bare_id(call.id)] = _SampledCall(call, means, said)
+        for message in [each for each in self._parts if self._meaning(each).begins(said.means)]:
+            del self._parts[message]
 
-    def find(self, message: Message) -> list[Graft] | Broken:
-        """The ids that may stand for a replayed turn, or why none can.
+    def whole(self, message: Message) -> list[Said]:
+        """The turns that a replayed message says whole.
 
         More than one when the rollout said the same thing more than once, in other tokens or other places: all
-        of them are right, and the caller takes the one that continues the context best. A harness that drops
-        the thinking of old turns still gets them as they were sampled.
+        of them are right, and the caller takes the one that continues the context best. A harness that drops the
+        thinking of old turns, or repeats it as text, still gets them as they were sampled.
         """
-        meaning = _Meaning(message.text.strip(), message.thinking.strip(), _calls(message.calls))
-        said = self._by_said.get((meaning.text, meaning.calls), [])
-        found = self._by_meaning.get(meaning, []) if meaning.thinking else said
-        if not found:
-            return self._reason(meaning, message.calls, bool(said))
-        return self._with_ids(found, message.calls)
+        means = self._meaning(message)
+        found = self._by_said.get((means.text, means.calls), [])
+        if means.thinking:
+            found = [said for said in found if said.means.thinking == means.thinking]
+        found = found or self._by_told.get((means.thinking + means.text, means.calls), [])
+        return self._closest(found, message)
 
-    def _with_ids(self, found: list[Graft], calls: Iterable[ToolCall]) -> list[Graft]:
-        """Call ids are unique in a rollout: where the harness kept them, they tell equal turns apart."""
-        for call in calls:
-            same = {id(graft) for graft in self._by_call_id.get(_bare(call.id), ())}
-            found = [graft for graft in found if id(graft) in same] or found
-        return found
+    def longer(self, message: Message) -> list[Said]:
+        """The latest turns of which a replayed message may be a part."""
+        means = self._meaning(message)
+        found = [said for said in reversed(self._all) if means.begins(said.means)]
+        return self._closest(found, message)[:MAX_CANDIDATES]
 
-    def _reason(self, meaning: _Meaning, calls: Iterable[ToolCall], said: bool) -> Broken:
-        if said:
+    def parts(self, message: Message, cut: Callable[[Said, Message], Graft | None]) -> list[tuple[Said, Graft]]:
+        """What `cut` makes of the longer turns for this message; cut once, though replayed with every call."""
+        if message not in self._parts:
+            if len(self._parts) >= MAX_PARTS:
+                self._parts.clear()
+            made = [(said, cut(said, message)) for said in self.longer(message)]
+            self._parts[message] = [(said, graft) for said, graft in made if graft is not None]
+        return self._parts[message]
+
+    def reason(self, message: Message) -> Broken:
+        """Why no turn says this."""
+        means = self._meaning(message)
+        if (means.text, means.calls) in self._by_said:
             return Broken.THINKING
-        if any(_bare(call.id) in self._by_call_id for call in calls):
-            return Broken.TEXT if meaning.calls in self._calls else Broken.CALLS
-        if meaning.calls:
-            return Broken.TEXT if meaning.calls in self._calls else Broken.FOREIGN
-        return Broken.CALLS if meaning.text and meaning.text in self._texts else Broken.FOREIGN
+        same_calls = any(means.calls == said.means.calls for said in self._all)
+        if any(bare_id(call.id) in self._calls for call in message.calls):
+            return Broken.TEXT if same_calls else Broken.CALLS
+        if means.calls:
+            return Broken.TEXT if same_calls else Broken.FOREIGN
+        same_text = bool(means.text) and any(means.text == said.means.text for said in self._all)
+        return Broken.CALLS if same_text else Broken.FOREIGN
 
+    def _meaning(self, message: Message) -> Meaning:
+        return meaning(message, [self._call(call) for call in message.calls])
 
-def _calls(calls: Iterable[ToolCall]) -> tuple[tuple[str, str], ...]:
-    return tuple((call.name, canonical_arguments(call.arguments)) for call in calls)
+    def _call(self, call: ToolCall) -> CallMeaning:
+        """What a replayed call means: what the sampled one with its id meant, where the harness only re-wrote it."""
+        sampled = self._calls.get(bare_id(call.id))
+        if sampled is None:
+            return call_meaning(call)
+        if (call.name, call.arguments) == (sampled.call.name, sampled.call.arguments):
+            return sampled.means
+        own = call_meaning(call)
+        return sampled.means if rewritten(call, own, sampled.call, sampled.means) else own
 
-
-def _bare(call_id: str) -> str:
-    """A call's id without its punctuation, which some harnesses remove."""
-    return "".join(letter for letter in call_id if letter.isalnum())
+    def _closest(self, found: list[Said], message: Message) -> list[Said]:
+        """Equal turns told apart: by the ids of their calls, unique in a rollout, and then by their white space."""
+        if len(found) < 2:
+            return found
+        for call in message.calls:
+            sampled = self._calls.get(bare_id(call.id))
+            found = [said for said in found if sampled is not None and said is sampled.said] or found
+        text, thinking = message.text.strip(), message.thinking.strip()
+        found = [said for said in found if said.turn.text.strip() == text] or found
+        return [said for said in found if thinking and said.turn.thinking.strip() == thinking] or found

@@ -15,8 +15,8 @@ import anyio
 import numpy as np
 
 from clawpipe.actors.harness.base import ModelCall
-from clawpipe.actors.proxy.graft import Broken, Graft, SampledTurns
-from clawpipe.actors.proxy.messages import Answer, CallError, Fault, Head, Message, Turn
+from clawpipe.actors.proxy.graft import Broken, SampledTurns
+from clawpipe.actors.proxy.messages import Answer, CallError, Fault, Head, Message
 from clawpipe.actors.proxy.prefixes import PrefixIndex
 from clawpipe.pipeline.records import CallEntry, FinishReason, IntArray, Role
 
@@ -109,10 +109,19 @@ class Session:
         call.prepared.set()
         return self.call_id(call.index)
 
-    def sampled(self, call: Call, prompt: IntArray, completion: IntArray, turn: Turn, graft: Graft) -> None:
-        """The call's record is stored: from now on its tokens can be shared and its turn grafted."""
+    def put_aside(self, call: Call) -> Call:
+        """Takes the number of a call whose turn nobody will get; `call` itself is sampled again under the next one."""
+        aside = Call(call.digest)
+        aside.index = call.index
+        aside.finish(CallError(Fault.UNAVAILABLE, "The turn was sampled again."))
+        self._calls.append(aside)
+        call.index = self._num_prepared
+        self._num_prepared += 1
+        return aside
+
+    def sampled(self, call: Call, prompt: IntArray, completion: IntArray) -> None:
+        """The call's record is stored: from now on its tokens can be shared."""
         self.prefixes.insert(np.concatenate((prompt, completion)), call.index)
-        self.turns.add(turn, graft)
 
     def count_broken(self, turn: Message, reason: Broken) -> None:
         """A turn of a replayed history could not be grafted; however often it is replayed, it counts once."""
@@ -128,6 +137,11 @@ class Session:
         """It is out, or its client is gone."""
         self._replies -= 1
         self._quiet.set()
+
+    @property
+    def num_in_flight(self) -> int:
+        """How many calls have no outcome yet."""
+        return len(self.in_flight)
 
     @property
     def in_flight(self) -> tuple[Call, ...]:
@@ -146,7 +160,8 @@ class Session:
             call.cut.set()
         for call in late:
             await call.done.wait()
-        self.entries = tuple(self._entry(call) for call in self._calls if call.recorded is not None)
+        recorded = sorted((call for call in self._calls if call.recorded is not None), key=lambda call: call.index)
+        self.entries = tuple(self._entry(call) for call in recorded)
         self.state = SessionState.SETTLED
 
     async def _all_replied(self) -> None:

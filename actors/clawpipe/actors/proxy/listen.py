@@ -33,6 +33,21 @@ def serving(app: Callable[..., Any]) -> uvicorn.Config:
     return config
 
 
+class _Connection(H11Protocol):
+    """A connection that is closed at once when it is one too many."""
+
+    def __init__(self, config: uvicorn.Config, served: ServerState, state: dict[str, Any], most: int) -> None:
+        super().__init__(config, served, state)
+        self._most = most
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if len(self.connections) < self._most:
+            super().connection_made(transport)
+        else:
+            self.transport = transport  # which the base class closes when it is told that the connection is lost
+            transport.abort()
+
+
 class Listener:
     """One rollout's listening socket. Make it with `open`; `state` is what the application finds in its scope."""
 
@@ -42,14 +57,16 @@ class Listener:
         self._connections = connections
 
     @classmethod
-    async def open(cls, sock: socket.socket, config: uvicorn.Config, state: dict[str, Any]) -> Listener:
-        """Starts to accept connections. OSError when `sock` does not listen."""
+    async def open(
+        cls, sock: socket.socket, config: uvicorn.Config, state: dict[str, Any], max_connections: int
+    ) -> Listener:
+        """Starts to accept connections, `max_connections` at a time. OSError when `sock` does not listen."""
         sock.setblocking(False)
-        connections = ServerState()
+        served = ServerState()
         server = await asyncio.get_running_loop().create_server(
-            lambda: H11Protocol(config=config, server_state=connections, app_state=state), sock=sock
+            lambda: _Connection(config, served, state, max_connections), sock=sock
         )
-        return cls(sock, server, connections)
+        return cls(sock, server, served)
 
     def fence(self) -> None:
         """No new connection from now on, though others hold the socket too; those there are stay."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from enum import StrEnum
 from typing import Any
 
@@ -88,6 +89,11 @@ class Ask(Struct, frozen=True, kw_only=True):
     include_usage: bool = False
     requested: dict[str, Any] = {}  # sampling parameters that the harness asked for; recorded, not obeyed
 
+    @property
+    def num_chars(self) -> int:
+        """Size of all that is said in it."""
+        return sum(len(b.arguments if isinstance(b, ToolCall) else b.text) for m in self.messages for b in m.blocks)
+
     def digest(self) -> str:
         """blake2b of what determines the answer; whether it is streamed does not."""
         body = (self.messages, self.tools, self.tools_allowed, self.max_tokens, self.stop)
@@ -102,6 +108,7 @@ class Turn(Struct, frozen=True, kw_only=True):
     calls: tuple[ToolCall, ...] = ()
     truncated: bool = False  # the token limit ended it
     malformed: bool = False  # it tried to call a tool and failed; the attempt stands in `text`
+    stop_text: str | None = None  # which of the request's stop texts ended it
 
 
 class Head(Struct, frozen=True, kw_only=True):
@@ -126,19 +133,36 @@ class Fault(StrEnum):
     INVALID = "invalid"  # the request is no request
     OVERFLOW = "overflow"  # it does not fit into the context
     NOT_FOUND = "not_found"
+    NO_MODEL = "no_model"  # we serve one model, and this is another
     TOO_LARGE = "too_large"
+    NOT_JSON = "not_json"  # the body is declared to be something else, or packed in a way that is not read
+    SLOW = "slow"  # the body did not come in time
+    BUSY = "busy"  # the rollout has too many calls in flight; the harness may try again
     SETTLED = "settled"  # the rollout takes no more calls
     UNAVAILABLE = "unavailable"  # our side failed; the harness may try again
 
 
 class CallError(Exception):
-    """A call that ends in an error which the dialect puts into its protocol's own form."""
+    """A call that ends in an error which the dialect puts into its protocol's own form.
 
-    def __init__(self, fault: Fault, message: str, param: str | None = None) -> None:
+    OVERFLOW says how many `tokens` were wanted and what the `limit` is, for dialects with wordings of their own.
+    """
+
+    def __init__(
+        self,
+        fault: Fault,
+        message: str,
+        param: str | None = None,
+        *,
+        tokens: int | None = None,
+        limit: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.fault = fault
         self.message = message
         self.param = param
+        self.tokens = tokens
+        self.limit = limit
 
 
 def parse_object(text: str) -> dict[str, Any] | None:
@@ -157,10 +181,10 @@ def _refuse(constant: str) -> Any:
 def canonical_arguments(text: str) -> str:
     """One text for all JSON texts of the same arguments; text that is no JSON object stands for itself.
 
-    Keys are sorted. Numbers are compared as JavaScript holds them: 1.0 is 1, 1e2 is 100, -0 is 0, and integers
-    beyond 2**53 are doubles.
+    Keys are sorted. Numbers are compared as JavaScript holds and writes them: 1.0 is 1, 1e2 is 100, -0 is 0,
+    integers beyond 2**53 are doubles, and what is too large for a double is null. No text is no arguments.
     """
-    value = parse_object(text)
+    value = parse_object(text) if text.strip() else {}
     try:
         return text if value is None else json.dumps(_as_doubles(value), sort_keys=True)
     except RecursionError:  # nested deeper than we walk, though not deeper than the JSON reader does
@@ -176,6 +200,8 @@ def _as_doubles(value: Any) -> Any:
         return value
     try:
         double = float(value)
-        return int(double) if double.is_integer() else double
     except OverflowError:
-        return value
+        return None
+    if not math.isfinite(double):
+        return None
+    return int(double) if double.is_integer() else double

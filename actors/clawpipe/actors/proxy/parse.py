@@ -10,17 +10,35 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec import Struct
 
 from clawpipe.actors.proxy.messages import CallError, Fault, ToolCall, Turn, parse_object
 from clawpipe.pipeline.errors import ConfigError
 
 MARKS = (("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>"))
-CACHED_TOOL_SETS = 64
+CACHED_TOOL_SETS = 256
+
+
+class ToolSet(Struct, frozen=True, eq=False):
+    """The tools of a request, checked; one object for all requests with the same ones."""
+
+    tools: tuple[dict[str, Any], ...]
+    request: Any  # vLLM's request object with these tools, which its parsers want to see
+    demanding: frozenset[str]  # names of those that cannot be called without arguments
+
+
+class Layout(Struct, frozen=True):
+    """Where the parts of a turn stand in its text, by character."""
+
+    thinking_end: int  # behind the mark that ends it; 0 without thinking
+    text_start: int | None  # None: the text of the turn does not stand there in one piece
+    call_ends: tuple[int, ...]  # empty when they cannot be told
 
 
 class TurnParser:
@@ -31,41 +49,81 @@ class TurnParser:
     """
 
     def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str, generation_prompt: str) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer = _with_vocabulary_at_hand(tokenizer)
         self._make_tools = _tool_parser(tool_parser)
         self._make_reasoning = _reasoning_parser(reasoning_parser)
-        self._requests: OrderedDict[bytes, Any] = OrderedDict()
+        self._tool_sets: OrderedDict[bytes, ToolSet] = OrderedDict()
         self._marks = self._call_marks(tool_parser)
-        self._starts_thinking = self._opens_thinking(generation_prompt)
+        self._thinking_marks = self._find_thinking_marks()
+        self._starts_thinking = self._make_reasoning is not None and not _closed(
+            generation_prompt, *self._thinking_marks
+        )
 
     def parse(self, text: str, tools: Sequence[dict[str, Any]], call_id: str, *, truncated: bool) -> Turn:
+        """`read` with tools that nobody has checked."""
+        return self.read(text, self.accept(tools), call_id, truncated=truncated)
+
+    def read(self, text: str, tools: ToolSet, call_id: str, *, truncated: bool) -> Turn:
         """The turn. `call_id` (letters and digits) makes the ids of its tool calls; `truncated`: by the limit.
 
         Without `tools` everything beside the reasoning is text.
         """
-        request = self._request(tools)
-        thinking, said = self._split_thinking(text, request)
-        content, calls = self._extract(said, request) if tools else (said, [])
+        thinking, said = self._split_thinking(text, tools.request)
+        content, calls = self._extract(said, tools.request) if tools.tools else (said, [])
         if not calls:
-            tried = bool(tools) and any(opening in said for opening, _ in self._marks)
+            tried = bool(tools.tools) and any(opening in said for opening, _ in self._marks)
             return Turn(text=said, thinking=thinking, truncated=truncated, malformed=tried)
-        closed = all(_closed(said, *marks) for marks in self._marks)
-        if not closed or not all(_well_formed(name, arguments, tools) for name, arguments in calls):
+        whole = all(_closed(said, *marks) for marks in self._marks) and not self._cut_short(said)
+        if not whole or not all(_well_formed(name, arguments, tools) for name, arguments in calls):
             return Turn(text=said, thinking=thinking, truncated=truncated, malformed=True)
         numbered = tuple(ToolCall(_tool_call_id(call_id, n), *call) for n, call in enumerate(calls))
         return Turn(text=content, thinking=thinking, calls=numbered, truncated=truncated)
 
-    def accept(self, tools: Sequence[dict[str, Any]]) -> None:
+    def accept(self, tools: Sequence[dict[str, Any]]) -> ToolSet:
         """Checks a request's tools before anything is sampled for it. CallError (INVALID) when they are none."""
-        try:
-            self._request(tools)
-        except ValueError as err:
-            raise CallError(Fault.INVALID, f"The tools cannot be used: {err}", "tools") from err
+        key = hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
+        if key not in self._tool_sets:
+            try:
+                self._tool_sets[key] = _tool_set(tools)
+            except ValueError as err:
+                raise CallError(Fault.INVALID, f"The tools cannot be used: {err}", "tools") from err
+            if len(self._tool_sets) > CACHED_TOOL_SETS:
+                self._tool_sets.popitem(last=False)
+        self._tool_sets.move_to_end(key)
+        return self._tool_sets[key]
+
+    def layout(self, text: str, turn: Turn) -> Layout:
+        """Where the parts of `turn` stand in the text that it was read from."""
+        after = self._thinking_end(text) if turn.thinking else 0
+        start = text.find(turn.text, after)
+        return Layout(after, None if start < 0 else start, self._call_ends(text[after:], after, len(turn.calls)))
+
+    def _thinking_end(self, text: str) -> int:
+        mark = self._thinking_marks[1]
+        found = text.find(mark)
+        return len(text) if found < 0 else found + len(mark)
+
+    def _call_ends(self, text: str, offset: int, num_calls: int) -> tuple[int, ...]:
+        """The marks that end a call, if there are as many of one kind as there are calls."""
+        for _, closing in self._marks:
+            ends = [found.end() + offset for found in re.finditer(re.escape(closing), text)]
+            if len(ends) == num_calls:
+                return tuple(ends)
+        return ()
+
+    def _cut_short(self, said: str) -> bool:
+        """Whether a value holds a mark that ends it before its end.
+
+        XML, where the model cannot quote a mark: there are more closings than openings then.
+        """
+        return len(self._marks) > 1 and any(said.count(closing) > said.count(mark) for mark, closing in self._marks)
 
     def _extract(self, text: str, request: Any) -> tuple[str, list[tuple[str, str]]]:
         """(text beside the calls, [(name, arguments)]); no calls when the parser found none, or fell over the text."""
         try:
-            found = self._make_tools(self._tokenizer, request.tools).extract_tool_calls(text, request)
+            parser = self._make_tools(self._tokenizer, request.tools)
+            parser.skip_reasoning_parsing = True  # it is split off already; what is left of its marks is text
+            found = parser.extract_tool_calls(text, request)
         except Exception:  # whatever a parser makes of what a model wrote, it is the model's malformed call
             return text, []
         if not found.tools_called:
@@ -77,21 +135,10 @@ class TurnParser:
         """(thinking, the rest). vLLM takes a text without any mark for thinking; here it is an answer."""
         if self._make_reasoning is None:
             return "", text
-        parser = self._make_reasoning(self._tokenizer)
-        start, end = parser.reasoning_start_str, parser.reasoning_end_str
-        if not self._starts_thinking and start not in text and end not in text:
+        if not self._starts_thinking and not any(mark in text for mark in self._thinking_marks):
             return "", text
-        thinking, said = parser.extract_reasoning(text, request)
+        thinking, said = self._make_reasoning(self._tokenizer).extract_reasoning(text, request)
         return thinking or "", said or ""
-
-    def _request(self, tools: Sequence[dict[str, Any]]) -> Any:
-        """vLLM's request object with these tools, which its parsers want to see."""
-        key = hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
-        if key not in self._requests:
-            self._requests[key] = _vllm_request(tools)
-            if len(self._requests) > CACHED_TOOL_SETS:
-                self._requests.popitem(last=False)
-        return self._requests[key]
 
     def _call_marks(self, name: str) -> tuple[tuple[str, str], ...]:
         """(opening, closing) of what the parser takes for a call."""
@@ -106,11 +153,12 @@ class TurnParser:
         own = (getattr(parser, "tool_call_start_token", None), getattr(parser, "tool_call_end_token", None))
         return (own,) if isinstance(own[0], str) and isinstance(own[1], str) else MARKS  # type: ignore[return-value]
 
-    def _opens_thinking(self, generation_prompt: str) -> bool:
+    def _find_thinking_marks(self) -> tuple[str, str]:
+        """(opening, closing) of what is thought; without a reasoning parser nothing is."""
         if self._make_reasoning is None:
-            return False
+            return "", ""
         parser = self._make_reasoning(self._tokenizer)
-        return not _closed(generation_prompt, parser.reasoning_start_str, parser.reasoning_end_str)
+        return parser.reasoning_start_str or "", parser.reasoning_end_str or ""
 
 
 def _closed(text: str, opening: str, closing: str) -> bool:
@@ -118,25 +166,30 @@ def _closed(text: str, opening: str, closing: str) -> bool:
     return text.rfind(opening) <= text.rfind(closing)
 
 
-def _well_formed(name: str, arguments: str, tools: Sequence[dict[str, Any]]) -> bool:
+def _well_formed(name: str, arguments: str, tools: ToolSet) -> bool:
     """A name, and arguments that are a JSON object; an empty one only where the tool requires nothing."""
     given = parse_object(arguments)
     if not name or given is None or _has_half_surrogate(name + arguments):
         return False
-    return bool(given) or not _requires_arguments(name, tools)
+    return bool(given) or name not in tools.demanding
 
 
 def _has_half_surrogate(text: str) -> bool:
     return any("\ud800" <= letter <= "\udfff" for letter in text) if not text.isascii() else False
 
 
-def _requires_arguments(name: str, tools: Sequence[dict[str, Any]]) -> bool:
-    for tool in tools:
-        function = tool.get("function", {})
-        parameters = function.get("parameters")
-        if function.get("name") == name and isinstance(parameters, dict):
-            return bool(parameters.get("required"))
-    return False
+def _tool_set(tools: Sequence[dict[str, Any]]) -> ToolSet:
+    """ValueError when vLLM does not take these tools."""
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+
+    request = ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], tools=list(tools) or None)
+    functions = [tool.get("function", {}) for tool in tools]
+    demanding = (f.get("name") for f in functions if _requires_arguments(f.get("parameters")))
+    return ToolSet(tuple(tools), request, frozenset(demanding))
+
+
+def _requires_arguments(parameters: Any) -> bool:
+    return isinstance(parameters, dict) and bool(parameters.get("required"))
 
 
 def _tool_call_id(call_id: str, number: int) -> str:
@@ -165,10 +218,11 @@ def _reasoning_parser(name: str) -> Any:
         raise ConfigError(f"[model] reasoning_parser: vLLM has no {name!r}; see `vllm serve --help`") from err
 
 
-def _vllm_request(tools: Sequence[dict[str, Any]]) -> Any:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+def _with_vocabulary_at_hand(tokenizer: Any) -> Any:
+    """vLLM's parsers ask for the whole vocabulary whenever one is made, which otherwise takes a third of a second."""
+    from vllm.tokenizers.hf import get_cached_tokenizer
 
-    return ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], tools=list(tools) or None)
+    return get_cached_tokenizer(tokenizer)
 
 
 def _quiet_vllm() -> None:

@@ -1,7 +1,7 @@
 """The model's own chat template, rendered in pieces between which sampled token ids can be put.
 
 Every assistant turn is rendered as a mark that occurs nowhere else, and the text is cut at the marks: what is
-left are the contexts before, between and after the turns. `Encoder` turns pieces into ids, each on its own, so
+left are the contexts before, between and after the turns. `encoder` turns pieces into ids, each on its own, so
 that a piece has the same tokens wherever and whenever it is rendered.
 """
 
@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections import OrderedDict
 from collections.abc import Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import anyio.to_thread
 import jinja2
-import numpy as np
 from msgspec import Struct
 
 from clawpipe.actors.proxy.messages import Message, Speaker, parse_object
 from clawpipe.pipeline.errors import ConfigError
 from clawpipe.pipeline.records import IntArray
-
-CACHED_TOKENS = 4_000_000  # what an Encoder keeps, over all pieces
-INLINE_BYTES = 4_000  # longer pieces are encoded in a thread: about a millisecond and more
 
 
 class Gap(Struct, frozen=True):
@@ -53,6 +46,7 @@ class Renderer:
         self._model_dir = model_dir
         self._nonce = secrets.token_hex(8)
         self._opening, self.generation_prompt, self.end_of_turn = self._probe()
+        self._later_system = self._probe_later_system()
         self.end_of_turn_id = int(self.tokenizer.convert_tokens_to_ids(self.end_of_turn))
         self.stop_ids = self._stop_ids()
 
@@ -85,6 +79,25 @@ class Renderer:
         after = first.lstrip()
         return Gap((after.removeprefix(self.end_of_turn), *rest)) if after.startswith(self.end_of_turn) else gap
 
+    def before_past_turn(self, gap: Gap) -> Gap:
+        """The gap before a turn that stands as a past one and not as it was sampled."""
+        *rest, before = gap.pieces
+        if not before.endswith(self.generation_prompt):
+            return gap
+        return Gap((*rest, before.removesuffix(self.generation_prompt) + self._opening))
+
+    def shown_thinking(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[bool]:
+        """Per assistant turn: whether the chat template shows the thinking of a turn that stands there."""
+        marks: list[str] = []
+        rendered = []
+        for at, message in enumerate(messages):
+            rendered.append(self._placed(message, at))
+            if message.speaker is Speaker.ASSISTANT:
+                marks.append(f"<{self._nonce}:{len(marks)}>")
+                rendered[-1]["reasoning_content"] = marks[-1]
+        text = self._render(rendered, tools)
+        return [mark in text for mark in marks]
+
     def _open_next(self, pieces: list[str], *, last: bool) -> Gap:
         """A grafted turn was sampled after the generation prompt, which may say more than a past turn's opening."""
         if not last and pieces[-1].endswith(self._opening):
@@ -98,13 +111,18 @@ class Renderer:
         turns = iter(marked)
         marks: list[str] = []
         rendered = []
-        for message in messages:
+        for at, message in enumerate(messages):
             if message.speaker is Speaker.ASSISTANT and next(turns):
                 marks.append(f"<{self._nonce}:{len(marks)}>")
                 rendered.append({"role": "assistant", "content": marks[-1]})
             else:
-                rendered.append(_template_message(message))
+                rendered.append(self._placed(message, at))
         return _cut(self._render(rendered, tools), marks)
+
+    def _placed(self, message: Message, at: int) -> dict[str, Any]:
+        """The message at this place of a conversation, with a role that the template takes there."""
+        body = _template_message(message)
+        return {**body, "role": self._later_system.value} if at and message.speaker is Speaker.SYSTEM else body
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]], *, prompt: bool = True) -> str:
         try:
@@ -134,6 +152,21 @@ class Renderer:
                 "not repeat it as it was said; give a model folder whose template does"
             )
         return opening, prompt, max(ends, key=len)
+
+    def _probe_later_system(self) -> Speaker:
+        """Who says the system messages that are not a conversation's first, which harnesses put anywhere in it.
+
+        Some templates refuse them, leave them out, or move them to the start, where they would change the tokens of
+        all that was said before: for such a model a user says them, in their place.
+        """
+        mark = f"<{self._nonce}>"
+        ask, note = {"role": "user", "content": "a"}, {"role": "system", "content": mark}
+        before = self._render([ask], [], prompt=False)
+        try:
+            text = self._render([ask, note, ask], [], prompt=False)
+        except TemplateRefusal:
+            return Speaker.USER
+        return Speaker.SYSTEM if text.startswith(before) and mark in text else Speaker.USER
 
     def _special_tokens(self) -> list[str]:
         return [str(token) for token in self.tokenizer.added_tokens_decoder.values()]
@@ -216,36 +249,3 @@ def _carve(run: str, contexts: list[str]) -> list[str]:
         at = found + len(context)
     end = len(run) - len(last)
     return [*pieces, run[at:end], last] if at <= end else [run]
-
-
-class Encoder:
-    """Pieces of text to token ids, remembered: a bounded, least-recently-used cache over all rollouts."""
-
-    def __init__(self, tokenizer: Any, cached_tokens: int = CACHED_TOKENS) -> None:
-        self._encode = tokenizer.backend_tokenizer.encode
-        self._cache: OrderedDict[bytes, IntArray] = OrderedDict()
-        self._room = cached_tokens
-
-    async def encode(self, text: str) -> IntArray:
-        """int32 [n], read-only: the ids of this piece alone, without the special tokens that some models add."""
-        data = text.encode("utf-8", "replace")  # a model may have written half a surrogate pair into JSON
-        key = blake2b(data, digest_size=16).digest()
-        if (known := self._cache.get(key)) is not None:
-            self._cache.move_to_end(key)
-            return known
-        ids = await anyio.to_thread.run_sync(self._ids, data) if len(data) > INLINE_BYTES else self._ids(data)
-        if key not in self._cache:
-            self._remember(key, ids)
-        return ids
-
-    def _ids(self, data: bytes) -> IntArray:
-        ids = np.array(self._encode(data.decode(), add_special_tokens=False).ids, np.int32)
-        ids.flags.writeable = False
-        return ids
-
-    def _remember(self, key: bytes, ids: IntArray) -> None:
-        self._cache[key] = ids
-        self._room -= len(ids)
-        while self._room < 0:
-            _, dropped = self._cache.popitem(last=False)
-            self._room += len(dropped)

@@ -16,11 +16,12 @@ import anyio.to_thread
 from clawpipe.actors.harness.load import make_harness
 from clawpipe.actors.proxy.calls import Calls, Limits
 from clawpipe.actors.proxy.capture import Recorder
+from clawpipe.actors.proxy.encoder import Encoder
 from clawpipe.actors.proxy.endpoint import Endpoint
 from clawpipe.actors.proxy.identity import Classify
 from clawpipe.actors.proxy.listen import serving
 from clawpipe.actors.proxy.parse import TurnParser
-from clawpipe.actors.proxy.render import Encoder, Renderer
+from clawpipe.actors.proxy.render import Renderer
 from clawpipe.actors.proxy.slots import Slots
 from clawpipe.actors.proxy.upstream import Sampler
 from clawpipe.pipeline.broker import Broker
@@ -52,7 +53,7 @@ async def serve(
     async with anyio.create_task_group() as group:
         calls = Calls(
             renderer=renderer,
-            encoder=Encoder(renderer.tokenizer),
+            encoder=Encoder(renderer.tokenizer, end_of_turn=renderer.end_of_turn),
             parser=parser,
             sampler=sampler,
             recorder=Recorder(broker, config.proxy.publish_timeout_s),
@@ -60,9 +61,12 @@ async def serve(
                 context_tokens=config.model.context_tokens,
                 max_completion_tokens=config.proxy.max_completion_tokens,
                 retry_window_s=config.proxy.retry_window_s,
+                max_parallel_calls=config.proxy.max_parallel_calls,
+                max_resamples=config.proxy.max_resamples if config.proxy.on_malformed_tool_call == "resample" else 0,
             ),
             group=group,
             log=log,
+            keep_thinking=config.proxy.history_thinking == "keep",
         )
         crashes = Crashes(group)
         endpoint = Endpoint(calls, config.model.name, config.proxy.keepalive_s, crashes.report)

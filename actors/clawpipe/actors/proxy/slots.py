@@ -239,7 +239,7 @@ class Slots:
 
     async def _listen(self, sock: socket.socket, session: Session) -> Listener:
         try:
-            return await Listener.open(sock, self._listeners, {"session": session})
+            return await Listener.open(sock, self._listeners, {"session": session}, self._config.max_connections)
         except OSError as err:
             sock.close()
             raise LinkBroken(f"the socket that came with Open cannot be served: {err}") from err

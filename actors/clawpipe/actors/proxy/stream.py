@@ -7,7 +7,7 @@ own, for a whole answer white space, which JSON allows in front of a value.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
 import anyio
@@ -31,10 +31,12 @@ class Reply:
         self._client_gone = client_gone
         self.begun = False
 
-    async def begin(self, status: int, kind: bytes, length: int | None = None) -> None:
-        """Status and headers."""
+    async def begin(
+        self, status: int, kind: bytes, length: int | None = None, more: Sequence[tuple[bytes, bytes]] = ()
+    ) -> None:
+        """Status and headers, with `more` of them."""
         self.begun = True
-        headers = [(b"content-type", kind), (b"cache-control", b"no-store")]
+        headers = [(b"content-type", kind), (b"cache-control", b"no-store"), *more]
         if length is not None:
             headers.append((b"content-length", str(length).encode()))
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
@@ -44,14 +46,17 @@ class Reply:
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> bool:
-        """The last part of the body; whether the client was there to take it."""
+        """The last part of the body; whether the client was there to take it.
+
+        A client that does not read makes this wait, until it reads or its connection is cut.
+        """
         present = not self._client_gone.is_set()
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
-        return present
+        return present and not self._client_gone.is_set()
 
-    async def whole(self, status: int, data: bytes) -> bool:
-        """A JSON response in one."""
-        await self.begin(status, JSON, len(data))
+    async def whole(self, status: int, data: bytes, more: Sequence[tuple[bytes, bytes]] = ()) -> bool:
+        """A JSON response in one, with `more` headers."""
+        await self.begin(status, JSON, len(data), more)
         return await self.end(data)
 
 

@@ -63,6 +63,7 @@ class Sampled(Struct, frozen=True, kw_only=True):
     logprobs: FloatArray  # float32 [C]
     versions: tuple[VersionSpan, ...]  # cover [0, C) without gaps
     finish_reason: FinishReason
+    stop_text: str | None = None  # which of the wanted ones ended it; the last ids spell it, and maybe more
 
 
 NOTHING = Sampled(
@@ -112,6 +113,7 @@ class _Span(Struct):
 
 class _Choice(Struct):
     finish_reason: str | None
+    stop_reason: int | str | None = None  # a stop token, or the text of `stop`
     token_ids: list[int] | None = None
     logprobs: _Logprobs | None = None
     weight_versions: list[_Span] | None = None
@@ -229,10 +231,13 @@ class EngineSampler:
         return _sampled(_choice(response), cut.is_set())
 
     def _body(self, job: _Job, version: int) -> bytes:
+        sampling = {**self._sampling, "max_tokens": job.wanted.max_tokens}
+        if job.wanted.stop:  # the engine finds them in the text, which must be the one that we decode
+            sampling |= {"stop": job.wanted.stop, "detokenize": True, "skip_special_tokens": False}
         body: dict[str, Any] = {
             "request_id": job.request_id,
             "token_ids": job.wanted.prompt.tolist(),
-            "sampling_params": {**self._sampling, "max_tokens": job.wanted.max_tokens},
+            "sampling_params": sampling,
             "cache_salt": str(version),
             "stream": False,
         }
@@ -270,6 +275,7 @@ def _sampled(choice: _Choice, cut: bool) -> Sampled:
         logprobs=np.array([token.logprob for token in content], np.float32),
         versions=_spans(choice.weight_versions or [], len(ids)),
         finish_reason=_finish_reason(choice.finish_reason, cut),
+        stop_text=choice.stop_reason if isinstance(choice.stop_reason, str) else None,
     )
 
 

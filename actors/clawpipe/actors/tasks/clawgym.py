@@ -3,7 +3,8 @@
 A row is {prompt, hook_code, input_files: [{file_path, content}], rule | rules | rubrics, origin_template}.
 Entries under reward/ (or listed in `reward_files`) are the grader; they are split off here, before any
 workspace is built. The producers of the data set spell some keys differently; those spellings are accepted
-and every other key is refused. Rubrics are not read: the reward is the grader's.
+and every other key is refused. Rubrics are not read: the reward is the grader's. `mcp_servers` is an addition, in
+Harbor's form: tool servers that the task brings, whose programs are among its files or in the sandbox.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from clawpipe.actors.tasks.task import Task, inside_path, refuse_clashes
-from clawpipe.pipeline.config import ClawGymTasksConfig
+from clawpipe.actors.tasks.task import McpServer, Task, inside_path, refuse_clashes
+from clawpipe.pipeline.config import MCP_NAME, ClawGymTasksConfig
 from clawpipe.pipeline.errors import TaskError
 
 HIDDEN_FOLDER = "reward"
@@ -32,6 +33,16 @@ class InputFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     file_path: str
     content: str
     file_format: str | None = None
+
+
+class RowServer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An MCP server of a row: started in the workspace, over stdio."""
+
+    name: Annotated[str, Meta(pattern=MCP_NAME)]
+    command: str
+    args: tuple[str, ...] = ()
+    env: dict[str, str] = {}
+    transport: Literal["stdio"] = "stdio"
 
 
 class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,6 +63,7 @@ class Row(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     action: Any = None
     validation_mode: str | None = None
     reward_aggregation: str | None = None
+    mcp_servers: tuple[RowServer, ...] = ()
 
 
 _decoder = msgspec.json.Decoder(Row)
@@ -96,8 +108,17 @@ def task_of_row(row: Row, task_id: str) -> Task:
             hidden[path] = file.content.encode()
         else:
             shown[path] = file.content.encode()
-    entry = _grader_entry(row, hidden)
-    return Task(task_id=task_id, prompt=row.prompt, files=shown, grader=hidden, grader_entry=entry)
+    return Task(
+        task_id=task_id,
+        prompt=row.prompt,
+        files=shown,
+        grader=hidden,
+        grader_entry=_grader_entry(row, hidden),
+        mcp=tuple(
+            McpServer(name=server.name, command=(server.command, *server.args), env=server.env)
+            for server in row.mcp_servers
+        ),
+    )
 
 
 def row_id(row: Row, number: int) -> str:

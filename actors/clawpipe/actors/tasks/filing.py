@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -75,7 +75,21 @@ def errands(config: FilingTasksConfig, dice: random.Random, count: int) -> Itera
             raise TaskError(f"[[tasks]] {config.name}: {key} = {wanted} is over {len(words)}; lower it")
     for _ in range(count):
         path = f"{dice.choice(FOLDERS[: config.folders])}/{dice.choice(STEMS[: config.stems])}.txt"
-        yield _copy_errand(path, config.rows, dice) if dice.random() < 0.5 else _write_errand(path, dice)
+        yield _draw_copy(path, config.rows, dice) if dice.random() < 0.5 else write_errand(path, dice.choice(WORDS))
+
+
+def write_errand(path: str, word: str) -> Errand:
+    """The kind whose prompt says the content."""
+    prompt = f'Write the text "{word}" to the file "{path}".'
+    return Errand(prompt=prompt, files={NOTE_FILE: NOTE}, path=path, content=word, reads=None)
+
+
+def copy_errand(path: str, settings: Sequence[tuple[str, str]], picked: int) -> Errand:
+    """The kind whose content is a line of a file: `settings` are its keys and values."""
+    lines = [f"{key}={value}" for key, value in settings]
+    prompt = f'Copy the line "{settings[picked][0]}" of "{SOURCE_FILE}" to the file "{path}".'
+    files = {SOURCE_FILE: "\n".join(lines)}
+    return Errand(prompt=prompt, files=files, path=path, content=lines[picked], reads=SOURCE_FILE)
 
 
 def as_row(errand: Errand, check: str) -> Row:
@@ -89,16 +103,6 @@ def as_row(errand: Errand, check: str) -> Row:
     )
 
 
-def _write_errand(path: str, dice: random.Random) -> Errand:
-    word = dice.choice(WORDS)
-    prompt = f'Write the text "{word}" to the file "{path}".'
-    return Errand(prompt=prompt, files={NOTE_FILE: NOTE}, path=path, content=word, reads=None)
-
-
-def _copy_errand(path: str, rows: int, dice: random.Random) -> Errand:
+def _draw_copy(path: str, rows: int, dice: random.Random) -> Errand:
     keys, values = dice.sample(KEYS, rows), dice.sample(WORDS, rows)
-    lines = [f"{key}={value}" for key, value in zip(keys, values, strict=True)]
-    picked = dice.randrange(rows)
-    prompt = f'Copy the line "{keys[picked]}" of "{SOURCE_FILE}" to the file "{path}".'
-    files = {SOURCE_FILE: "\n".join(lines)}
-    return Errand(prompt=prompt, files=files, path=path, content=lines[picked], reads=SOURCE_FILE)
+    return copy_errand(path, list(zip(keys, values, strict=True)), dice.randrange(rows))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
 
+from clawpipe.actors.proxy.dialects.dialect import event, recorded
+from clawpipe.actors.proxy.dialects.openai import STATUS, Content, convert, error_object, positive, text_of
 from clawpipe.actors.proxy.messages import (
     Answer,
     Ask,
@@ -24,29 +26,12 @@ from clawpipe.actors.proxy.messages import (
 )
 
 DONE = b"data: [DONE]\n\n"
-STATUS = {
-    Fault.INVALID: 400,
-    Fault.OVERFLOW: 400,
-    Fault.NOT_FOUND: 404,
-    Fault.TOO_LARGE: 413,
-    Fault.SETTLED: 503,
-    Fault.UNAVAILABLE: 503,
-}
-SAMPLING = (
+MAX_STOPS = 4
+RECORDED = (
     "temperature", "top_p", "top_k", "min_p", "seed", "stop", "max_tokens", "max_completion_tokens",
-    "frequency_penalty", "presence_penalty", "logprobs", "tool_choice", "parallel_tool_calls",
-    "response_format", "reasoning_effort",
+    "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "top_logprobs", "tool_choice",
+    "parallel_tool_calls", "response_format", "reasoning_effort", "verbosity",
 )  # fmt: skip
-MAX_REQUESTED_CHARS = 1000  # of one value in a record, which must fit into a message of NATS whatever is asked for
-
-
-class _Part(Struct):
-    type: str
-    text: str = ""
-    refusal: str = ""
-
-
-_Content = str | list[_Part] | None
 
 
 class _Function(Struct):
@@ -61,26 +46,26 @@ class _ToolCall(Struct):
 
 
 class _System(Struct, tag_field="role", tag="system"):
-    content: _Content
+    content: Content
 
 
 class _Developer(Struct, tag_field="role", tag="developer"):
-    content: _Content
+    content: Content
 
 
 class _User(Struct, tag_field="role", tag="user"):
-    content: _Content
+    content: Content
 
 
 class _Assistant(Struct, tag_field="role", tag="assistant"):
-    content: _Content = None
+    content: Content = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[_ToolCall] | None = None
 
 
 class _Tool(Struct, tag_field="role", tag="tool"):
-    content: _Content
+    content: Content
     tool_call_id: str
 
 
@@ -101,10 +86,15 @@ class _Request(Struct):
     messages: list[_System | _Developer | _User | _Assistant | _Tool]
     model: str = ""
     tools: list[_ToolObject] | None = None  # checked here; the template gets them as they were sent
-    tool_choice: Any = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: Any = None
+    function_call: Any = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
+    stop: str | list[str] | None = None
     n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
 
@@ -116,21 +106,18 @@ class Chat:
 
     def read(self, body: Mapping[str, Any]) -> Ask:
         """The request in canonical form. CallError (INVALID) names the field that is wrong."""
-        try:
-            request = msgspec.convert(body, _Request)
-        except msgspec.ValidationError as err:
-            what, _, where = str(err).partition(" - at `$")
-            raise CallError(Fault.INVALID, f"{what}.", where.strip("`.") or None) from err
-        limit = _check(request)
+        request = convert(body, _Request)
+        _check(request)
         return Ask(
             model=request.model,
-            messages=tuple(_message(message) for message in request.messages),
+            messages=tuple(_message(message, f"messages[{n}].content") for n, message in enumerate(request.messages)),
             tools=tuple(body.get("tools") or ()),
             tools_allowed=request.tool_choice != "none",
-            max_tokens=limit,
+            max_tokens=_limit(request),
+            stop=_stops(request.stop),
             stream=bool(request.stream),
             include_usage=bool(request.stream_options and request.stream_options.include_usage),
-            requested={key: _plain(body[key]) for key in SAMPLING if body.get(key) is not None},
+            requested=recorded(body, RECORDED),
         )
 
     def whole(self, ask: Ask, answer: Answer) -> bytes:
@@ -153,79 +140,71 @@ class Chat:
     def events(self, ask: Ask, answer: Answer) -> Iterator[bytes]:
         """`chat.completion.chunk` objects: role, reasoning, text, calls, finish reason, usage if asked for, end."""
         head = _head(ask, answer, "chat.completion.chunk")
+        no_usage = {"usage": None} if ask.include_usage else {}
         for delta in _deltas(answer):
-            yield _event({**head, "choices": [_choice(delta, None)]})
-        yield _event({**head, "choices": [_choice({}, _finish(answer))]})
+            yield event({**head, "choices": [_choice(delta, None)], **no_usage})
+        yield event({**head, "choices": [_choice({}, _finish(answer))], **no_usage})
         if ask.include_usage:
-            yield _event({**head, "choices": [], "usage": _usage(answer)})
+            yield event({**head, "choices": [], "usage": _usage(answer)})
         yield DONE
 
     def error(self, error: CallError) -> tuple[int, bytes]:
         """Status and error object."""
-        return STATUS[error.fault], msgspec.json.encode(_error(error))
+        return STATUS[error.fault], msgspec.json.encode({"error": error_object(error)})
 
     def error_event(self, error: CallError) -> bytes:
         """The error object as an event; no [DONE] follows, so that no client takes the turn for complete."""
-        return _event(_error(error))
+        return event({"error": error_object(error)})
 
 
-def models(name: str) -> bytes:
-    """The body of GET /v1/models: the policy is the only model."""
-    model = {"id": name, "object": "model", "created": 0, "owned_by": "clawpipe"}
-    return msgspec.json.encode({"object": "list", "data": [model]})
-
-
-def _check(request: _Request) -> int | None:
-    """What types cannot say; returns the token limit that was asked for."""
+def _check(request: _Request) -> None:
+    """What types cannot say."""
     if not request.messages:
         raise CallError(Fault.INVALID, "There must be at least one message.", "messages")
     if request.n not in (None, 1):
         raise CallError(Fault.INVALID, "Only n = 1 is supported.", "n")
-    limit = request.max_completion_tokens
-    limit = request.max_tokens if limit is None else limit
-    if limit is not None and limit < 1:
-        raise CallError(Fault.INVALID, "The token limit must be at least 1.", "max_tokens")
-    return limit
+    for field in ("functions", "function_call"):
+        if getattr(request, field):
+            raise CallError(Fault.INVALID, f"{field!r} is not supported; use 'tools' and 'tool_choice'.", field)
 
 
-def _message(message: _System | _Developer | _User | _Assistant | _Tool) -> Message:
+def _limit(request: _Request) -> int | None:
+    """The token limit that was asked for; the newer of its two names counts first."""
+    if request.max_completion_tokens is not None:
+        return positive(request.max_completion_tokens, "max_completion_tokens")
+    return positive(request.max_tokens, "max_tokens")
+
+
+def _stops(asked: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The stop texts; an empty one says nothing."""
+    texts = (asked,) if isinstance(asked, str) else tuple(asked or ())
+    if len(texts) > MAX_STOPS:
+        raise CallError(Fault.INVALID, f"There may be at most {MAX_STOPS} stop texts, not {len(texts)}.", "stop")
+    return tuple(text for text in texts if text)
+
+
+def _message(message: _System | _Developer | _User | _Assistant | _Tool, where: str) -> Message:
+    text = text_of(message.content, where)
     match message:
         case _System() | _Developer():
-            return Message(Speaker.SYSTEM, (Text(_text(message.content)),))
+            return Message(Speaker.SYSTEM, (Text(text),))
         case _User():
-            return Message(Speaker.USER, (Text(_text(message.content)),))
+            return Message(Speaker.USER, (Text(text),))
         case _Tool():
-            return Message(Speaker.TOOL, (ToolResult(message.tool_call_id, _text(message.content)),))
+            return Message(Speaker.TOOL, (ToolResult(message.tool_call_id, text),))
         case _Assistant():
-            return Message(Speaker.ASSISTANT, _blocks(message))
+            return Message(Speaker.ASSISTANT, _blocks(message, text))
 
 
-def _blocks(message: _Assistant) -> tuple[Block, ...]:
+def _blocks(message: _Assistant, text: str) -> tuple[Block, ...]:
     blocks: list[Block] = []
     if thinking := message.reasoning_content or message.reasoning:
         blocks.append(Thinking(thinking))
-    if text := _text(message.content):
+    if text:
         blocks.append(Text(text))
     for call in message.tool_calls or ():
         blocks.append(ToolCall(call.id, call.function.name, call.function.arguments))
     return tuple(blocks)
-
-
-def _text(content: _Content) -> str:
-    if content is None or isinstance(content, str):
-        return content or ""
-    for part in content:
-        if part.type not in ("text", "refusal"):
-            raise CallError(Fault.INVALID, f"Content of type {part.type!r} is not supported.", "messages")
-    return "\n".join(part.text or part.refusal for part in content)
-
-
-def _plain(value: Any) -> Any:
-    """A value that any record can hold: integers of 64 bits, everything composite as its JSON text, text cut off."""
-    if isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
-        return value
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return text[:MAX_REQUESTED_CHARS]
 
 
 def _head(ask: Ask, answer: Answer, kind: str) -> dict[str, Any]:
@@ -270,14 +249,3 @@ def _choice(delta: dict[str, Any], finish: str | None) -> dict[str, Any]:
 
 def _call(call: ToolCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _error(error: CallError) -> dict[str, Any]:
-    codes = {Fault.OVERFLOW: "context_length_exceeded", Fault.NOT_FOUND: "not_found"}
-    kind = "server_error" if STATUS[error.fault] >= 500 else "invalid_request_error"
-    body = {"message": error.message, "type": kind, "param": error.param, "code": codes.get(error.fault)}
-    return {"error": body}

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from clawpipe.actors.proxy.messages import Answer, Ask, CallError, Fault, Head
+
+MAX_ERROR_CHARS = 2000  # of a message, which may repeat what is wrong in a request
+MAX_REQUESTED_CHARS = 1000  # of one value in a record, which must fit into a message of NATS whatever is asked for
 
 
 class Dialect(Protocol):
@@ -57,6 +60,30 @@ def read_body(data: bytes) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise CallError(Fault.INVALID, "The body must be a JSON object.")
     return body
+
+
+def recorded(body: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
+    """What a request says in these fields, for its record."""
+    return {field: _plain(body[field]) for field in fields if body.get(field) is not None}
+
+
+def omitted(what: str) -> str:
+    """Stands for what a text model cannot see, since it should know that there was something."""
+    return f"[{what} omitted]"
+
+
+def event(data: Mapping[str, Any], name: str = "") -> bytes:
+    """An event of a stream. A line end would cut it in two: JSON has none, and Raw JSON in `data` must have none."""
+    named = f"event: {name}\n" if name else ""
+    return f"{named}data: ".encode() + msgspec.json.encode(data) + b"\n\n"
+
+
+def _plain(value: Any) -> Any:
+    """A value that any record can hold: integers of 64 bits, everything composite as its JSON text, text cut off."""
+    if isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63):
+        return value
+    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    return text[:MAX_REQUESTED_CHARS]
 
 
 def _mend(value: Any) -> Any:

@@ -1,0 +1,108 @@
+"""The adapter of OpenCode: one `opencode run` per rollout, its trail of events on standard output."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from clawpipe.actors.harness import install, mcp, prompt_file
+from clawpipe.actors.harness.base import Launch, ModelCall
+from clawpipe.actors.harness.launching import MAX_MESSAGE_CHARS, environment, events, last_words
+from clawpipe.actors.sandbox.bubblewrap import HOME
+from clawpipe.actors.tasks.task import McpServer, Task
+from clawpipe.pipeline.config import ModelConfig, OpenCodeConfig
+from clawpipe.pipeline.records import Role
+
+KIND = "opencode"
+CONFIG_FILE = ".clawpipe/opencode.json"
+PARENT_HEADER = "x-parent-session-id"
+RESERVED = frozenset({"OPENCODE_CONFIG", "OPENCODE_CONFIG_CONTENT", "OPENCODE_CONFIG_DIR"})
+_SETTINGS = {
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",  # it would fetch them from npm
+    "OPENCODE_DISABLE_LSP_DOWNLOAD": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+}
+
+
+class OpenCode:
+    """One [[harness]] entry of kind "opencode"."""
+
+    def __init__(self, config: OpenCodeConfig, model: ModelConfig) -> None:
+        self._config = config
+        self._model = model
+        self._env = environment(
+            {**_SETTINGS, "OPENCODE_CONFIG": f"{HOME}/{CONFIG_FILE}"}, config.env, RESERVED, config.name
+        )
+
+    @property
+    def name(self) -> str:
+        return self._config.name
+
+    @property
+    def port(self) -> int:
+        return self._config.port
+
+    def launch(self, task: Task) -> Launch:
+        """The program with the prompt on standard input: it puts arguments with blanks in quotation marks."""
+        servers, binds = mcp.servers(self._config.mcp, task)
+        command = (*install.command(KIND), "run", "--format", "json", "--auto")
+        return Launch(
+            argv=prompt_file.from_standard_input(command),
+            port=self.port,
+            env=self._env,
+            binds={**install.programs(KIND, self._config.version), **binds},
+            home_files={
+                **prompt_file.prompt_file(task, "OpenCode"),
+                CONFIG_FILE: json.dumps(self._settings(servers)).encode(),
+            },
+        )
+
+    def _settings(self, servers: Sequence[McpServer]) -> dict[str, Any]:
+        model = f"local/{self._model.name}"
+        return {
+            "model": model,
+            "small_model": model,  # which writes the titles
+            "provider": {"local": self._provider()},
+            "mcp": {server.name: _mcp_server(server) for server in servers},
+            "permission": {"*": "allow"},
+            "autoupdate": False,
+            "share": "disabled",
+        }
+
+    def _provider(self) -> dict[str, Any]:
+        limit = {"context": self._model.context_tokens, "output": self._config.max_output_tokens}
+        model = {"name": self._model.name, "tool_call": True, "reasoning": True, "limit": limit}
+        return {
+            "npm": "@ai-sdk/openai-compatible",  # comes with the program
+            "name": "local",
+            "options": {"baseURL": f"http://127.0.0.1:{self.port}/v1", "apiKey": "none", "timeout": False},
+            "models": {self._model.name: model},
+        }
+
+    def classify(self, call: ModelCall) -> Role:
+        """Without tools it is a title for what the user asked, or a summary of what was said since."""
+        if not call.body.get("tools"):
+            roles = [message.get("role") for message in call.body.get("messages") or [] if isinstance(message, dict)]
+            return Role.TITLE if roles.count("user") > 1 else Role.COMPACTION
+        return Role.SUBAGENT if PARENT_HEADER in call.headers else Role.MAIN
+
+    def agent_error(self, exit_code: int, output: bytes) -> str | None:
+        """Its last event of the type error; it may come with exit code 0."""
+        errors = [event for event in events(output) if event.get("type") == "error"]
+        if errors:
+            return f"OpenCode ended with an error: {_reason(errors[-1].get('error'))}"
+        if exit_code:
+            return f"OpenCode ended with exit code {exit_code}: {last_words(output)}"
+        return None
+
+
+def _mcp_server(server: McpServer) -> dict[str, Any]:
+    return {"type": "local", "command": list(server.command), "environment": dict(server.env), "enabled": True}
+
+
+def _reason(error: Any) -> str:
+    data = error.get("data") if isinstance(error, dict) else None
+    said = data.get("message") if isinstance(data, dict) else None
+    return " ".join(str(said or error).split())[:MAX_MESSAGE_CHARS]

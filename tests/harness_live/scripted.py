@@ -1,0 +1,129 @@
+"""An engine that says what a script says, in tokens that no tokenizer would choose: encoding its text again never
+gives its ids back, so that a call whose prompt spells them got them from the graft."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import numpy as np
+
+from clawpipe.actors.proxy.render import Renderer
+from clawpipe.actors.proxy.upstream import Sampled, Wanted
+from clawpipe.pipeline.records import FinishReason, IntArray, Role, VersionSpan
+
+MARKS = re.compile(r"(</?(?:tool_call|think)>)")
+SURPLUS = "Nothing more is to be done."
+
+
+@dataclass(frozen=True)
+class Say:
+    """One answer. `delay_s`: how long the engine takes; `unfinished`: its token limit ends the turn; `endless`: it is
+    never done and waits to be cut."""
+
+    text: str
+    delay_s: float = 0.0
+    unfinished: bool = False
+    endless: bool = False
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a turn is wanted: the prompt's text, and which call of its role it is, from 0."""
+
+    prompt: str
+    role: Role
+    number: int
+    max_tokens: int
+
+    @property
+    def since_user(self) -> str:
+        """What came after the last turn of the model."""
+        return self.prompt.rpartition("<|im_start|>assistant\n")[0].rpartition("<|im_start|>assistant\n")[2]
+
+
+Line = str | Say | Callable[[Moment], "str | Say"]
+Script = Mapping[Role, Sequence[Line]]
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """A call as the engine saw it."""
+
+    call_id: str
+    role: Role
+    prompt: IntArray
+    text: str
+    sampled: Sampled
+
+
+@dataclass
+class ScriptedEngine:
+    """A `Sampler`. Per role one line after the other; `surplus` counts, per role, the calls that had no line left."""
+
+    renderer: Renderer
+    script: Script
+    said: list[Said] = field(default_factory=list)
+    surplus: Counter[Role] = field(default_factory=Counter)
+    asked: Counter[Role] = field(default_factory=Counter)
+
+    async def ready(self) -> None:
+        """Always."""
+
+    async def sample(self, wanted: Wanted, cut: anyio.Event) -> Sampled:
+        say = self._line(wanted)
+        ids = self._ids(say.text)
+        if not say.unfinished:
+            ids = [*ids, self.renderer.end_of_turn_id]
+        finish = FinishReason.LENGTH if say.unfinished else FinishReason.STOP
+        if say.endless or say.delay_s:
+            with anyio.move_on_after(None if say.endless else say.delay_s):
+                await cut.wait()
+                ids, finish = ids[:3], FinishReason.CUT
+        assert len(ids) <= wanted.max_tokens, f"{len(ids)} tokens scripted where {wanted.max_tokens} were allowed"
+        sampled = self._sampled(ids, finish)
+        self.said.append(Said(wanted.call_id, wanted.role, wanted.prompt.copy(), say.text, sampled))
+        return sampled
+
+    def _line(self, wanted: Wanted) -> Say:
+        number = self.asked[wanted.role]
+        self.asked[wanted.role] += 1
+        lines = self.script.get(wanted.role, ())
+        if number >= len(lines):
+            self.surplus[wanted.role] += 1
+            return Say(SURPLUS)
+        line = lines[number]
+        if callable(line):
+            prompt = self.renderer.tokenizer.backend_tokenizer.decode(wanted.prompt.tolist(), skip_special_tokens=False)
+            line = line(Moment(prompt, wanted.role, number, wanted.max_tokens))
+        return line if isinstance(line, Say) else Say(line)
+
+    def _ids(self, text: str) -> list[int]:
+        """Marks are tokens of their own; all else is encoded two letters at a time."""
+        encode = self.renderer.tokenizer.backend_tokenizer.encode
+        pieces: list[str] = []
+        for part in MARKS.split(text):
+            pieces += [part] if MARKS.fullmatch(part) else [part[n : n + 2] for n in range(0, len(part), 2)]
+        return [each for piece in pieces for each in encode(piece, add_special_tokens=False).ids]
+
+    def _sampled(self, ids: list[int], finish: FinishReason) -> Sampled:
+        """Logprobs that occur once in a rollout, and two weight versions, changed in mid-turn."""
+        half, turn = len(ids) // 2, len(self.said)
+        spans = (VersionSpan(version=turn, start=0, end=half), VersionSpan(version=turn + 1, start=half, end=len(ids)))
+        return Sampled(
+            ids=np.array(ids, np.int32),
+            logprobs=-(turn + np.arange(1, len(ids) + 1, dtype=np.float32) / 8192),
+            versions=tuple(span for span in spans if span.end > span.start),
+            finish_reason=finish,
+        )
+
+
+def call(name: str, arguments: str | Mapping[str, Any]) -> str:
+    """A tool call as the model writes it; `arguments` as text stays as it is."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {text}}}\n</tool_call>'

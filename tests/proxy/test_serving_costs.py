@@ -1,0 +1,102 @@
+"""What a call costs: text is encoded once, a rollout that waits takes little."""
+
+from __future__ import annotations
+
+import gc
+import socket
+import tracemalloc
+
+import pytest
+from conversation import USER, conversation, result
+
+from clawpipe.actors.proxy.encoder import Encoder
+from clawpipe.actors.proxy.identity import Session
+from clawpipe.actors.proxy.listen import Listener, serving
+from clawpipe.pipeline.records import Role
+
+pytestmark = pytest.mark.anyio
+
+CALL = '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "exec", "arguments": {"cmd": "ls"}}\n</tool_call>'
+
+
+END = "<|im_end|>"
+
+
+class Counting:
+    """A tokenizer that counts what it is asked to encode."""
+
+    def __init__(self, tokenizer) -> None:
+        self._encode = tokenizer.backend_tokenizer.encode
+        self.encoded = 0
+
+    @property
+    def backend_tokenizer(self):
+        return self
+
+    def encode(self, text: str, **options):
+        found = self._encode(text, **options)
+        self.encoded += len(found.ids)
+        return found
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+async def test_every_later_call_of_a_conversation_encodes_its_new_tokens_alone(renderer, make_parser, sampler, foreign):
+    sampler.script = [CALL] * 8
+    counting = Counting(renderer.tokenizer)
+    history = [{"role": "system", "content": "words " * 2000}, USER]
+    if foreign:
+        history += [{"role": "assistant", "content": "A summary. " * 300}, USER]
+    async with conversation(
+        renderer, make_parser("hermes", "qwen3"), sampler, encoder=Encoder(counting, end_of_turn=END)
+    ) as talk:
+        for number in range(8):
+            before = counting.encoded
+            turn = await talk.ask(*history)
+            new = len(talk.prompt(number))
+            if number:
+                new -= len(talk.prompt(number - 1)) + len(talk.completion(number - 1))
+            assert counting.encoded - before == new
+            history += [turn, result(turn["tool_calls"][0], f"line {number}\n" * 50)]
+
+
+async def test_a_message_that_moves_to_the_end_costs_itself_and_what_is_new(renderer, make_parser, sampler):
+    """OpenClaw's default: the same words come last in every request."""
+    sampler.script = [CALL] * 4
+    counting = Counting(renderer.tokenizer)
+    history, last = [{"role": "system", "content": "words " * 2000}, USER], {"role": "user", "content": "note " * 50}
+    async with conversation(
+        renderer, make_parser("hermes", "qwen3"), sampler, encoder=Encoder(counting, end_of_turn=END)
+    ) as talk:
+        for number in range(4):
+            before = counting.encoded
+            turn = await talk.ask(*history, last)
+            if number:
+                assert counting.encoded - before < 500
+                assert talk.stream.records[number].graft_broken is None
+            history += [turn, result(turn["tool_calls"][0], f"line {number}\n")]
+
+
+async def test_a_rollout_that_waits_takes_a_few_kilobytes():
+    async def app(scope, receive, send) -> None: ...
+
+    config, kept = serving(app), []
+
+    async def wait(number: int) -> None:
+        session = Session(f"r-{number}", 1, "agentloop", lambda wire: Role.MAIN)
+        sock = socket.create_server(("127.0.0.1", 0))
+        kept.append((session, await Listener.open(sock, config, {"session": session}, 128)))
+
+    await wait(0)
+    gc.collect()
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(50):
+            await wait(number)
+        gc.collect()
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        for _, listener in kept:
+            listener.close()
+    assert (after - before) / 50 < 20_000
