@@ -9,7 +9,7 @@ ROOMS := pipeline actors learner tests benchmarks tools
 export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup up test test-deep check format bench bench-proxy clean
+.PHONY: setup up test test-deep test-harness check format bench bench-proxy clean
 
 setup: .setup/done
 
@@ -24,6 +24,11 @@ test: setup
 
 test-deep: setup
 	CLAWPIPE_HYPOTHESIS=deep $(BIN)/python -m pytest -m "slow or not slow" $(ARGS)
+
+# All five real harnesses, installed from npm first; `make test` runs the short form on OpenClaw and Claude Code.
+test-harness: setup
+	$(BIN)/clawpipe harness install
+	$(BIN)/python -m pytest tests/harness_live -m "slow or not slow" $(ARGS)
 
 check: setup
 	$(BIN)/ruff check $(ROOMS)

@@ -12,6 +12,7 @@ import cProfile
 import os
 import struct
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,14 @@ class _Counting:
         self._encode = tokenizer.backend_tokenizer.encode
         self._count = count
         self._total = 0
+        self._lock = threading.Lock()
 
     def encode(self, text: str, **options: Any) -> Any:
         """What the tokenizer says."""
         encoding = self._encode(text, **options)
-        self._total += len(encoding.ids)
-        os.pwrite(self._count, struct.pack("q", self._total), 0)
+        with self._lock:  # long texts are encoded in threads
+            self._total += len(encoding.ids)
+            os.pwrite(self._count, struct.pack("q", self._total), 0)
         return encoding
 
 

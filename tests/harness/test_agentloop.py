@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import trio
+from msgspec import structs
 
 from clawpipe.actors import demos
 from clawpipe.actors.harness import agentloop_program as program
@@ -31,7 +32,7 @@ from clawpipe.actors.sandbox.collect import Snapshot
 from clawpipe.actors.sandbox.process import Exit
 from clawpipe.actors.sandbox.supervisor import Supervisor
 from clawpipe.actors.tasks import filing, filing_check
-from clawpipe.actors.tasks.task import Task
+from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, ModelConfig, SandboxConfig
 from clawpipe.pipeline.errors import TaskError
 from clawpipe.pipeline.records import Role
@@ -362,6 +363,12 @@ def test_a_run_costs_little_processor_time(tmp_path: Path) -> None:
 
 
 @pytest.mark.sandbox
+def test_a_task_with_tool_servers_is_refused_since_the_loop_starts_none() -> None:
+    task = structs.replace(make_task("Search."), mcp=(McpServer(name="papers", command=("serve",)),))
+    with pytest.raises(TaskError, match="agentloop starts no MCP servers"):
+        AgentLoop(AgentLoopConfig(), "policy").launch(task)
+
+
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("bwrap") is None, reason="needs bubblewrap and root")
 def test_the_program_runs_in_a_sandbox_with_its_provider_on_the_listener(tmp_path: Path) -> None:
     task = make_task("Look, write, run.")

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from engine_fixture import build_tokenizer
-from harness_live.live import Live
 from tokenizers import AddedToken
 
 from clawpipe.actors.harness import install
 from clawpipe.actors.proxy.parse import TurnParser
 from clawpipe.actors.proxy.render import Renderer
+from engine_fixture import build_tokenizer
+from harness_live.live import Live
+from harness_live.tongues import TONGUES, Tongue
 
 # ChatML with Hermes calls; a system message may stand anywhere, as Claude Code has it.
 TEMPLATE = """\
@@ -85,3 +86,10 @@ def installed() -> Callable[[str], None]:
             install.install(name)
 
     return put
+
+
+@pytest.fixture
+def tongue(kind: str, installed: Callable[[str], None]) -> Tongue:
+    """The harness of a test's parameter `kind`, installed."""
+    installed(kind)
+    return TONGUES[kind]

@@ -16,8 +16,6 @@ import anyio.to_thread
 import numpy as np
 import pytest
 import trio
-from harness_live.faults import Fault, Faulty, Seen
-from harness_live.scripted import Said, Script, ScriptedEngine
 
 from clawpipe.actors import link
 from clawpipe.actors.harness import mcp
@@ -47,6 +45,8 @@ from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.packing import Path as TrainedPath
 from clawpipe.pipeline.records import CallRecord, IntArray, Outcome, Role, RolloutManifest, RolloutRequest
 from clawpipe.pipeline.segments import CallFate, DropReason
+from harness_live.faults import Fault, Faulty, Seen
+from harness_live.scripted import Said, Script, ScriptedEngine
 
 MIB = 1024**2
 LEAF_CAP = 16
@@ -232,9 +232,7 @@ class Live:
         self, config: Config, engine: ScriptedEngine, watched: Watched, errand: Errand
     ) -> tuple[list[CallRecord], RolloutManifest]:
         path = self.folder / "proxy.sock"
-        request = RolloutRequest(
-            rollout_id="live", group_id="g", task_id="live/0", harness=config.harness[0].name
-        )
+        request = RolloutRequest(rollout_id="live", group_id="g", task_id="live/0", harness=config.harness[0].name)
         log = EventLog("proxy")
         async with Broker.connect(self.nats.url, self.nats.token) as broker:
             await broker.setup(512 * MIB)
@@ -263,7 +261,7 @@ async def _read_back(broker: Broker) -> tuple[list[CallRecord], RolloutManifest]
 
 async def _act(config: Config, watched: Watched, task: Task, path: Path, folder: Path) -> None:
     """What the role `actor` does for one slot and one rollout."""
-    await trio.to_thread.run_sync(mcp.prepare, getattr(config.harness[0], "mcp", ()))
+    await trio.to_thread.run_sync(mcp.prepare, mcp.of(config.harness[0]))
     async with Supervisor.open(config.sandbox, "live", folder / "sandboxes") as host:
         workshop = Workshop(
             host=host,
@@ -358,7 +356,9 @@ def _check_call(rollout: Rollout, placed: tree.Placed, said: Said) -> None:
 def _check_trained(rollout: Rollout) -> None:
     """Every trained token is one that the engine sampled at that very place, with its logprob and version; as many
     of each call as its fate says."""
-    origin = {_key(logprob): (said, n) for said in rollout.engine.said for n, logprob in enumerate(said.sampled.logprobs)}
+    origin = {
+        _key(logprob): (said, n) for said in rollout.engine.said for n, logprob in enumerate(said.sampled.logprobs)
+    }
     kept: Counter[str] = Counter()
     for path in rollout.paths:
         for entry, logprob, version in zip(path.entries, path.logprobs, path.versions, strict=True):
@@ -390,14 +390,14 @@ def extends(earlier: Said, later: Said) -> bool:
 
 def table(rollout: Rollout) -> str:
     """One line per call, for a person who looks for what went wrong; no text of any prompt."""
-    lines = [f"{rollout.outcome}  requests {Counter(seen.status for seen in rollout.seen)}  aborted {rollout.manifest.num_aborted}"]
+    lines = [str(rollout.outcome), f"requests by status: {Counter(seen.status for seen in rollout.seen)}"]
     entries = {entry.call_id: entry for entry in rollout.manifest.calls}
     for record, said, fate in zip(rollout.records, rollout.said, rollout.fates, strict=True):
         entry = entries[record.call_id]
         parent = "-" if record.parent is None else record.parent.rpartition(".c")[2]
         dropped = {str(reason): count for reason, count in fate.dropped.items()}
         lines.append(
-            f"{record.index:3} {record.role:10} prompt {record.prompt_tokens:6} of {parent:>3}:{record.parent_tokens:6} "
+            f"{record.index:3} {record.role:10} prompt {record.prompt_tokens:6} of {parent}:{record.parent_tokens:6} "
             f"sampled {fate.sampled:5} kept {fate.kept:5} {dropped} broken={record.graft_broken} "
             f"malformed={record.malformed_tool_call} delivered={entry.delivered} cut={entry.cut} "
             f"{said.text[:60]!r}"

@@ -41,11 +41,6 @@ class Moment:
     number: int
     max_tokens: int
 
-    @property
-    def since_user(self) -> str:
-        """What came after the last turn of the model."""
-        return self.prompt.rpartition("<|im_start|>assistant\n")[0].rpartition("<|im_start|>assistant\n")[2]
-
 
 Line = str | Say | Callable[[Moment], "str | Say"]
 Script = Mapping[Role, Sequence[Line]]

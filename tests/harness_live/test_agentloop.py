@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from harness_live.live import Errand, extends
-from harness_live.scripted import call
+import pytest
 
 from clawpipe.pipeline.config import AgentLoopConfig
 from clawpipe.pipeline.records import Role, Scored
+from harness_live.live import Errand, check_books, check_one_branch
+from harness_live.scripted import call
+
+ERRAND = Errand("Count the rows.", {"rows.csv": b"a\nb\n"}, {"count.txt": "2"})
+SCRIPT = {
+    Role.MAIN: [
+        call("read_file", {"path": "rows.csv"}),
+        "Two.\n\n" + call("write_file", '{ "path":"count.txt",  "content" : "2" }'),
+        call("finish", {}),
+    ]
+}
+HARNESS = AgentLoopConfig(max_tokens=4096)
 
 
 def test_agentloops_calls_are_one_branch_and_all_of_it_is_trained(live) -> None:
-    errand = Errand("Count the rows.", {"rows.csv": b"a\nb\n"}, {"count.txt": "2"})
-    script = {
-        Role.MAIN: [
-            call("read_file", {"path": "rows.csv"}),
-            'Two.\n\n' + call("write_file", '{ "path":"count.txt",  "content" : "2" }'),
-            call("finish", {}),
-        ]
-    }
-    rollout = live.run(AgentLoopConfig(max_tokens=4096), errand, script)
+    rollout = live.run(HARNESS, ERRAND, SCRIPT)
     assert rollout.outcome == Scored(reward=1.0, checks={"count.txt": 1.0})
-    first, second, third = rollout.said
-    assert extends(first, second)
-    assert extends(second, third)
-    assert len(rollout.paths) == 1
-    assert rollout.dropped == {}
+    assert len(rollout.main) == 3
+    check_one_branch(rollout)
+
+
+@pytest.mark.parametrize("what", ["ids", "logprobs", "prompt"])
+def test_the_books_notice_one_number_that_is_not_the_engines(live, what) -> None:
+    rollout = live.run(HARNESS, ERRAND, SCRIPT)
+    said = rollout.engine.said[1]
+    numbers = said.prompt if what == "prompt" else getattr(said.sampled, what)
+    numbers.flags.writeable = True
+    numbers[len(numbers) // 2] += 1
+    with pytest.raises(AssertionError):
+        check_books(rollout)

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from harness_live.faults import Cut, Refuse
-from harness_live.live import Rollout, check_one_branch, table
-from harness_live.scripted import Said
-from harness_live.test_turns import ALL, DONE, ERRAND, SHORT, WRITE, tongue
-from harness_live.tongues import TONGUES
 
 from clawpipe.pipeline.records import Role, Scored
 from clawpipe.pipeline.segments import DropReason
-
-__all__ = ["tongue"]
+from harness_live.faults import Cut, Refuse
+from harness_live.live import Rollout, check_one_branch, table
+from harness_live.scripted import Said
+from harness_live.tongues import ALL, DONE, ERRAND, SHORT, TONGUES, WRITE
 
 # What a dialect sends when one finished call is out.
 CALL_IS_OUT = {

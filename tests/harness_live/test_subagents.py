@@ -5,19 +5,16 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness_live.live import check_one_branch, table
-from harness_live.scripted import Moment, Say, call
-from harness_live.test_turns import DONE, ERRAND, WRITE, tongue
-from harness_live.tongues import TONGUES
 
 from clawpipe.pipeline.config import ClaudeCodeConfig
 from clawpipe.pipeline.records import Role, Scored
 from clawpipe.pipeline.segments import DropReason
-
-__all__ = ["tongue"]
+from harness_live.live import check_one_branch, table
+from harness_live.scripted import Moment, Say, call
+from harness_live.tongues import DONE, ERRAND, IN_CI, TONGUES, WRITE
 
 ABLE = [
-    pytest.param(name, marks=[] if name == "claude_code" else [pytest.mark.slow])
+    pytest.param(name, marks=[] if name in IN_CI else [pytest.mark.slow])
     for name, tongue in TONGUES.items()
     if tongue.agent
 ]

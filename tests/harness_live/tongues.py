@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness_live.scripted import call
+import pytest
 
 from clawpipe.pipeline.config import (
     ClaudeCodeConfig,
@@ -17,6 +17,8 @@ from clawpipe.pipeline.config import (
     OpenCodeConfig,
     QwenCodeConfig,
 )
+from harness_live.live import Errand
+from harness_live.scripted import call
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,16 @@ TONGUES = {
         agent_extra={"description": "work", "subagent_type": "general-purpose"},
     ),
 }
+
+ALL = [*TONGUES]
+IN_CI = ("openclaw", "claude_code")
+SHORT = [pytest.param(kind, marks=[] if kind in IN_CI else [pytest.mark.slow]) for kind in TONGUES]
+QUICK = ("claude_code", "codex")  # to start
+
+ERRAND = Errand(
+    "How many rows has rows.csv? Write the number to count.txt.",
+    {"rows.csv": b"alpha-17\nbeta-23\n"},
+    {"count.txt": "2"},
+)
+WRITE = "printf 2 > count.txt"
+DONE = "It is two."

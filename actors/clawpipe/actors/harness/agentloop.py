@@ -33,6 +33,8 @@ class AgentLoop:
 
     def launch(self, task: Task) -> Launch:
         """The program with the task's prompt as its argument."""
+        if task.mcp:
+            raise TaskError(f"task {task.task_id}: agentloop starts no MCP servers; give it another harness")
         size = len(task.prompt.encode())
         if size > MAX_PROMPT_BYTES or "\0" in task.prompt:
             raise TaskError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
-from clawpipe.actors.harness.launching import MAX_MESSAGE_CHARS, environment, last_words
+from clawpipe.actors.harness.launching import environment, error_text, last_words, require_room
 from clawpipe.actors.sandbox.bubblewrap import HOME, WORKSPACE
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ModelConfig, OpenClawConfig
@@ -39,6 +39,7 @@ class OpenClaw:
     def __init__(self, config: OpenClawConfig, model: ModelConfig) -> None:
         self._config = config
         self._model = model
+        require_room(config.name, model, 2 * config.max_output_tokens)
         self._env = environment(_SETTINGS, config.env, RESERVED, config.name)
         self._work_tools = WORK_TOOLS & set(config.tools)
 
@@ -74,7 +75,10 @@ class OpenClaw:
 
         Skills and plugins serve accounts and devices that a sandbox has not, and a start that costs seconds.
         """
-        compaction = {"midTurnPrecheck": {"enabled": self._config.precheck_compaction}}
+        compaction = {
+            "midTurnPrecheck": {"enabled": self._config.precheck_compaction},
+            "qualityGuard": {"enabled": False},  # it ends the run when the policy's summary lacks a heading
+        }
         allowed = [*self._config.tools, *([MCP_TOOLS] if servers else [])]
         return {
             "agents": {
@@ -129,8 +133,7 @@ class OpenClaw:
         result = _result(output)
         error = result.get("error")
         if isinstance(error, dict):
-            said = " ".join(str(error.get("message")).split())[:MAX_MESSAGE_CHARS]
-            return f"OpenClaw ended with an error ({error.get('kind')}): {said}"
+            return f"OpenClaw ended with an error: {error_text(error.get('message'), error.get('kind'))}"
         if exit_code:
             return f"OpenClaw ended with exit code {exit_code}: {last_words(output)}"
         return None
@@ -182,7 +185,7 @@ def _result(output: bytes) -> dict[str, Any]:
         if at == 0 or text[at - 1] == "\n":
             try:
                 found, _ = json.JSONDecoder().raw_decode(text, at)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             return found if isinstance(found, dict) else {}
     return {}

@@ -8,7 +8,7 @@ from typing import Any
 
 from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
-from clawpipe.actors.harness.launching import MAX_MESSAGE_CHARS, environment, events, last_words
+from clawpipe.actors.harness.launching import environment, error_text, events, last_words, require_room
 from clawpipe.actors.sandbox.bubblewrap import HOME
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ModelConfig, OpenCodeConfig
@@ -32,6 +32,7 @@ class OpenCode:
     def __init__(self, config: OpenCodeConfig, model: ModelConfig) -> None:
         self._config = config
         self._model = model
+        require_room(config.name, model, 2 * config.max_output_tokens)
         self._env = environment(
             {**_SETTINGS, "OPENCODE_CONFIG": f"{HOME}/{CONFIG_FILE}"}, config.env, RESERVED, config.name
         )
@@ -72,7 +73,9 @@ class OpenCode:
         }
 
     def _provider(self) -> dict[str, Any]:
-        limit = {"context": self._model.context_tokens, "output": self._config.max_output_tokens}
+        context, output = self._model.context_tokens, self._config.max_output_tokens
+        # With `input`, it compacts when less than a turn is left beside the next one: room for what a tool gives back.
+        limit = {"context": context, "input": context - output, "output": output}
         model = {"name": self._model.name, "tool_call": True, "reasoning": True, "limit": limit}
         return {
             "npm": "@ai-sdk/openai-compatible",  # comes with the program
@@ -89,11 +92,11 @@ class OpenCode:
         return Role.SUBAGENT if PARENT_HEADER in call.headers else Role.MAIN
 
     def agent_error(self, exit_code: int, output: bytes) -> str | None:
-        """Its last event of the type error; it may come with exit code 0."""
-        errors = [event for event in events(output) if event.get("type") == "error"]
-        if errors:
-            return f"OpenCode ended with an error: {_reason(errors[-1].get('error'))}"
-        if exit_code:
+        """The last error among its events, unless it went on after it; its exit code does not tell the difference."""
+        ends = [event for event in events(output) if event.get("type") in ("error", "step_finish")]
+        if ends and ends[-1]["type"] == "error":
+            return f"OpenCode ended with an error: {_reason(ends[-1].get('error'))}"
+        if exit_code and not (ends and _is_last_step(ends[-1])):
             return f"OpenCode ended with exit code {exit_code}: {last_words(output)}"
         return None
 
@@ -102,7 +105,15 @@ def _mcp_server(server: McpServer) -> dict[str, Any]:
     return {"type": "local", "command": list(server.command), "environment": dict(server.env), "enabled": True}
 
 
+def _is_last_step(event: dict[str, Any]) -> bool:
+    """Whether the model had nothing more to do."""
+    part = event.get("part")
+    return isinstance(part, dict) and part.get("reason") != "tool-calls"
+
+
 def _reason(error: Any) -> str:
-    data = error.get("data") if isinstance(error, dict) else None
-    said = data.get("message") if isinstance(data, dict) else None
-    return " ".join(str(said or error).split())[:MAX_MESSAGE_CHARS]
+    """An error has a name, and most of them a message."""
+    if not isinstance(error, dict):
+        return error_text(error)
+    data = error.get("data")
+    return error_text(data.get("message") if isinstance(data, dict) else None, error.get("name"))

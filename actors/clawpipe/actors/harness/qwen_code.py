@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
-from clawpipe.actors.harness.launching import MAX_MESSAGE_CHARS, environment, last_words
+from clawpipe.actors.harness.launching import environment, error_text, events, last_words, require_room
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ModelConfig, QwenCodeConfig
 from clawpipe.pipeline.records import Role
 
 KIND = "qwen_code"
 CONFIG_FILE = ".qwen/settings.json"
+MAIN_TOOL = "list_agents"
 NEVER_MS = 1_000_000_000  # of a request; the wall clock of the rollout comes first
 RESERVED = frozenset({"OPENAI_BASE_URL", "OPENAI_MODEL", "QWEN_MODEL", "QWEN_HOME"})
 # With its full compiler, node takes seconds and up to 2 GiB for the parser of shell commands (WebAssembly).
@@ -32,6 +33,7 @@ class QwenCode:
     def __init__(self, config: QwenCodeConfig, model: ModelConfig) -> None:
         self._config = config
         self._model = model
+        require_room(config.name, model, 2 * config.max_output_tokens)
         address = {"OPENAI_BASE_URL": f"http://127.0.0.1:{config.port}/v1", "OPENAI_MODEL": model.name}
         self._env = environment({**_SETTINGS, **address}, config.env, RESERVED, config.name)
 
@@ -48,9 +50,9 @@ class QwenCode:
         servers, binds = mcp.servers(self._config.mcp, task)
         node, entry = install.command(KIND)
         program = entry.replace("cli-entry.js", "cli.js")  # which the entry would start, with options of its own
-        command = (*(node, *_NODE_OPTIONS, program, "--yolo", "--auth-type", "openai"), "--output-format", "json")
+        options = ("--yolo", "--auth-type", "openai", "--output-format", "stream-json", "--model", self._model.name)
         return Launch(
-            argv=prompt_file.from_standard_input((*command, "--model", self._model.name)),
+            argv=prompt_file.from_standard_input((node, *_NODE_OPTIONS, program, *options)),
             port=self.port,
             env=self._env,
             binds={**install.programs(KIND, self._config.version), **binds},
@@ -74,15 +76,23 @@ class QwenCode:
             "general": {"enableAutoUpdate": False, "disableAutoUpdate": True},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
+            # What one session tells the next, and there is only one.
+            "memory": {"enableManagedAutoMemory": False, "enableManagedAutoDream": False, "enableAutoSkill": False},
             "tools": {"useRipgrep": False},  # its own copy of the program is not executable
         }
 
     def classify(self, call: ModelCall) -> Role:
-        return Role.MAIN if call.body.get("tools") else Role.COMPACTION
+        """Sub-agents lack the tool that looks after them; without any tool it is a summary of what was said."""
+        tools = _tool_names(call)
+        if tools:
+            return Role.MAIN if MAIN_TOOL in tools else Role.SUBAGENT
+        messages = call.body.get("messages") or []
+        said = any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
+        return Role.COMPACTION if said else Role.UNKNOWN
 
     def agent_error(self, exit_code: int, output: bytes) -> str | None:
-        """What its result says."""
-        results = [message for message in _messages(output) if message.get("type") == "result"]
+        """What its last result says; without one, the exit code."""
+        results = [event for event in events(output) if event.get("type") == "result"]
         if results and results[-1].get("is_error"):
             return f"Qwen Code ended with an error: {_reason(results[-1])}"
         if exit_code:
@@ -94,18 +104,11 @@ def _mcp_server(server: McpServer) -> dict[str, Any]:
     return {"command": server.command[0], "args": list(server.command[1:]), "env": dict(server.env), "trust": True}
 
 
-def _messages(output: bytes) -> Iterator[dict[str, Any]]:
-    """Its output is one list of messages, whose beginning may be cut: what can be read from the end is read."""
-    text = output.decode("utf-8", "replace")
-    at = text.rfind('{"type":"result"')
-    if at >= 0:
-        try:
-            found, _ = json.JSONDecoder().raw_decode(text, at)
-        except ValueError:
-            return
-        yield found
+def _tool_names(call: ModelCall) -> set[str]:
+    functions = [tool.get("function") for tool in call.body.get("tools") or [] if isinstance(tool, dict)]
+    return {str(function.get("name")) for function in functions if isinstance(function, dict)}
 
 
 def _reason(result: dict[str, Any]) -> str:
-    said = result.get("error") or result.get("result") or result.get("subtype")
-    return " ".join(str(said).split())[:MAX_MESSAGE_CHARS]
+    error = result.get("error")
+    return error_text(error.get("message") if isinstance(error, dict) else error, result.get("subtype"))
