@@ -13,6 +13,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from clawpipe.actors.proxy.render import Renderer
 from clawpipe.actors.recording.studio import Recording, record
@@ -22,9 +23,11 @@ from clawpipe.pipeline.config import (
     Config,
     FilingTasksConfig,
     ModelConfig,
+    ProxyConfig,
     SandboxConfig,
     TinyModelConfig,
 )
+from clawpipe.pipeline.models import syllables_dir
 from clawpipe.pipeline.observe import Progress
 from clawpipe.pipeline.runtime import Runtime
 
@@ -74,13 +77,13 @@ def syllables_runtime(tmp_path_factory: pytest.TempPathFactory) -> Runtime:
 
 @pytest.fixture(scope="session")
 def renderer(syllables_runtime: Runtime) -> Renderer:
-    return Renderer(Path(syllables_runtime.run_dir, "syllables"))
+    return Renderer(syllables_dir(Path(syllables_runtime.demos_path)))
 
 
 @pytest.fixture(scope="session")
 def studio(loop: AgentLoopConfig, syllables_runtime: Runtime) -> Studio:
-    """One recording per shape, of agentloop."""
-    config = make_config(loop)
+    """One recording per shape, of agentloop, for a run that samples broken calls again."""
+    config = structs.replace(make_config(loop), proxy=ProxyConfig(on_malformed_tool_call="resample"))
     wanted = list(takes(loop, shapes([FAMILY]), random.Random(7)))
     progress = Progress(syllables_runtime.path(), "demos", "recording")
     with warnings.catch_warnings():

@@ -20,7 +20,14 @@ from clawpipe.pipeline.config import (
 from clawpipe.pipeline.errors import ConfigError
 from clawpipe.pipeline.runtime import Runtime
 
-ROW = {"harness": "h", "rollouts": 6, "calls": {"main": 14, "nudge": 1}, "mean_reward": 1.0, "mean_reward_flawed": None}
+ROW = {
+    "harness": "h",
+    "rollouts": 6,
+    "tried_again": 2,
+    "calls": {"main": 14, "nudge": 1},
+    "mean_reward": 1.0,
+    "mean_reward_flawed": None,
+}
 
 
 class Roles:
@@ -28,10 +35,12 @@ class Roles:
 
     def __init__(self) -> None:
         self.run: list[str] = []
+        self.run_dirs: list[str] = []
 
     def of(self, role: str) -> Callable[[Config, Runtime], None]:
         def main(config: Config, runtime: Runtime) -> None:
             self.run.append(role)
+            self.run_dirs.append(runtime.run_dir)
             if role == "demos":
                 target = Path(runtime.demos_path)
                 target.write_text("{}\n")
@@ -49,8 +58,8 @@ def test_the_roles_run_in_order_and_the_table_says_what_was_recorded(
     assert roles.run == ["demos"]
     assert target == tmp_path / "out.jsonl"
     assert list(demos.table(target)) == [
-        "harness          rollouts  reward  flawed  calls by role",
-        "h                       6    1.00       -  main 14, nudge 1",
+        "harness          rollouts again  reward  flawed  calls by role",
+        "h                       6     2    1.00       -  main 14, nudge 1",
     ]
 
 
@@ -68,6 +77,29 @@ def test_a_model_of_ones_own_needs_a_place_for_the_file(make_config: Any, tmp_pa
     config = msgspec.structs.replace(make_config(AgentLoopConfig()), model=ModelConfig(path=str(tmp_path)))
     with pytest.raises(ConfigError, match="say --out FILE"):
         demos.make(config, None, Roles().of)
+
+
+def test_a_place_that_takes_no_file_is_said_before_anything_runs(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path))
+    (tmp_path / "file").touch()
+    roles = Roles()
+    with pytest.raises(ConfigError, match="is a folder; name a file"):
+        demos.make(make_config(AgentLoopConfig()), tmp_path, roles.of)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        demos.make(make_config(AgentLoopConfig()), tmp_path / "file" / "out.jsonl", roles.of)
+    assert roles.run == []
+
+
+def test_everything_that_is_made_beside_the_file_is_named_after_it(
+    make_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path / "cache"))
+    roles = Roles()
+    target = demos.make(make_config(AgentLoopConfig()), tmp_path / "out.jsonl", roles.of)
+    assert roles.run_dirs == [str(tmp_path / "out.run")]
+    assert models.syllables_dir(target) == tmp_path / "out.syllables"
 
 
 def test_without_recordings_there_is_no_table(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from clawpipe.actors.harness import install
-from clawpipe.actors.recording.rolls import Roll, problem_of
+from clawpipe.actors.recording.rolls import Roll
 from clawpipe.actors.recording.studio import record
 from clawpipe.actors.recording.takes import Shape, takes
+from clawpipe.actors.recording.tries import problem_of
 from clawpipe.pipeline.config import (
     ClaudeCodeConfig,
     CodexConfig,

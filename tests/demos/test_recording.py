@@ -10,9 +10,10 @@ import pytest
 
 from clawpipe.actors import demos
 from clawpipe.actors.harness.agentloop_program import TOOLS
-from clawpipe.actors.recording.rolls import Roll, fillings, problem_of, summary
+from clawpipe.actors.recording.rolls import Roll, fillings
 from clawpipe.actors.recording.studio import Recording
 from clawpipe.actors.recording.takes import Flaw, Shape, shape_of
+from clawpipe.actors.recording.tries import problem_of, summary
 from clawpipe.actors.tasks import filing
 from clawpipe.learner.tokenizer import pieces_of
 from clawpipe.pipeline.config import FilingTasksConfig
@@ -51,11 +52,17 @@ def test_clean_takes_solve_their_tasks_and_flawed_ones_do_not(studio: Any) -> No
     assert [problem_of(each) for each in studio.recordings] == [None] * 6
 
 
+def test_a_broken_call_is_said_once_also_when_the_run_samples_such_calls_again(studio: Any) -> None:
+    assert studio.config.proxy.on_malformed_tool_call == "resample"
+    assert [len(each.calls) for each in recorded(studio, Flaw.BRACE)] == [2, 3]
+
+
 def test_the_summary_counts_rollouts_calls_and_rewards(studio: Any) -> None:
     [row] = summary(studio.recordings)
     assert row == {
         "harness": "agentloop",
         "rollouts": 6,
+        "tried_again": 0,
         "calls": {"main": 15},
         "mean_reward": 1.0,
         "mean_reward_flawed": 0.125,

@@ -39,9 +39,9 @@ def said(text: str) -> bytes:
     return _turn({"content": text}, "stop")
 
 
-def called(name: str, **arguments: Any) -> bytes:
+def called(tool: str, /, **arguments: Any) -> bytes:
     """A streamed turn with one call."""
-    return called_with(name, json.dumps(arguments))
+    return called_with(tool, json.dumps(arguments))
 
 
 def called_with(name: str, arguments: str) -> bytes:

@@ -64,9 +64,7 @@ def as_sent(one: Recorded, is_subagent: bool) -> ModelCall:
 
 def with_line(history: list[dict[str, Any]], line: str) -> list[dict[str, Any]]:
     """In the developer's item, or else in the first message of the user."""
-    where = next(
-        at for at, message in enumerate(history) if message.get("role") in ("developer", "user")
-    )
+    where = next(at for at, message in enumerate(history) if message.get("role") in ("developer", "user"))
     return [
         {**message, "content": [{"type": "text", "text": line}]} if at == where else message
         for at, message in enumerate(history)

@@ -35,7 +35,9 @@ def test_every_recorded_call_gets_its_role(scenario: str) -> None:
 
 
 def test_titles_are_asked_for_by_the_same_instructions_everywhere() -> None:
-    instructions = {recorded("opencode", name)[TITLE].line["messages"][0]["content"][0]["h"] for name in scenarios("opencode")}
+    instructions = {
+        recorded("opencode", name)[TITLE].line["messages"][0]["content"][0]["h"] for name in scenarios("opencode")
+    }
     assert len(instructions) <= 1
 
 

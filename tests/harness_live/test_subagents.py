@@ -22,10 +22,11 @@ ABLE = [
 
 @pytest.mark.parametrize("kind", ABLE)
 def test_two_sub_agents_are_dropped_as_auxiliary_and_the_main_branch_is_kept_whole(live, kind, tongue) -> None:
-    waits = [_wait, _wait] if kind == "codex" else []  # Codex's sub-agents die with its main loop
+    # Codex's sub-agents die with its main loop, and waiting for them ends with the first.
+    waits, slowly_s = ([_wait, _wait], 3.0) if kind == "codex" else ([], 0.0)
     agents = tongue.delegate("Look into rows.csv.") + "\n" + tongue.delegate("Look into it too.")
     script = {
-        Role.MAIN: ["I delegate.\n" + agents, *waits, tongue.run(WRITE), DONE, DONE],
+        Role.MAIN: ["I delegate.\n" + agents, *waits, Say(tongue.run(WRITE), slowly_s), DONE, DONE],
         Role.SUBAGENT: [Say(tongue.read("rows.csv"), 0.3), Say(tongue.read("rows.csv"), 0.5), "Two rows.", "Two."],
     }
     rollout = live.run(tongue.config(), ERRAND, script)

@@ -151,9 +151,9 @@ async def test_no_body_makes_the_server_fail(make_proxy, sampler):
             for path, body in asked:
                 response = await client.post(path, content=json.dumps(body).encode())
                 statuses.append(response.status_code)
-                assert response.status_code in (200, 400), (path, body, response.text)
-                assert '"error":{' not in response.text or response.status_code == 400, (path, body, response.text)
-    assert set(statuses) == {200, 400}
+                assert response.status_code in (200, 400, 404), (path, body, response.text)  # 404: another model's name
+                assert '"error":{' not in response.text or response.status_code != 200, (path, body, response.text)
+    assert {200, 400} <= set(statuses)
 
 
 def examples(strategy: st.SearchStrategy[Any], number: int) -> list[Any]:

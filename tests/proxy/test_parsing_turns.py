@@ -8,7 +8,7 @@ import json
 import pytest
 
 from clawpipe.actors.proxy.messages import CallError, ToolCall, canonical_arguments
-from clawpipe.actors.proxy.parse import TurnParser
+from clawpipe.actors.proxy.parse import CACHED_TOOL_BYTES, MAX_CACHED_TOOLS, TurnParser, _well_formed
 from clawpipe.pipeline.errors import ConfigError
 
 HERMES = '<tool_call>\n{"name": "exec", "arguments": {"cmd": "ls -la"}}\n</tool_call>'
@@ -56,6 +56,34 @@ def test_calls_and_the_text_before_them_are_told_apart(make_parser, tools, name,
 def test_a_call_that_is_none_stays_text_and_is_flagged(make_parser, tools, name, said, truncated):
     turn = make_parser(name).parse(said, tools, "abc", truncated=truncated)
     assert (turn.text, turn.calls, turn.malformed, turn.truncated) == (said, (), True, truncated)
+
+
+def test_a_surrogate_pair_that_is_whole_is_a_character_like_any_other(parser, tools):
+    said = '<tool_call>\n{"name": "exec", "arguments": {"cmd": "\\ud83d\\ude00"}}\n</tool_call>'
+    turn = parser.parse(said, tools, "abc", truncated=False)
+    assert named(turn.calls) == [("exec", {"cmd": "\U0001f600"})]
+
+
+def test_half_a_surrogate_pair_that_stays_an_escape_is_found_too(tools, parser):
+    """Some parsers hand the model's own JSON on; Rust's reader, Codex's, fails at it."""
+    accepted = parser.accept(tools)
+    assert not _well_formed("exec", '{"cmd": ["\\ud83d"]}', accepted)
+    assert not _well_formed("exec", '{"cmd": 1, "\\uDC00": 2}', accepted)
+    assert _well_formed("exec", '{"cmd": "\\ud83d\\ude00 \\u00e9"}', accepted)
+
+
+def test_tool_sets_are_remembered_up_to_a_size_and_large_ones_never(make_parser):
+    def tool(name: str, size: int) -> dict:
+        return {"type": "function", "function": {"name": name, "description": "x" * size, "parameters": {}}}
+
+    parser = make_parser()
+    large, first = [tool("large", MAX_CACHED_TOOLS)], parser.accept([tool("first", 10)])
+    assert parser.accept(large) is not parser.accept(large)
+    assert parser.accept([tool("first", 10)]) is first
+    for number in range(CACHED_TOOL_BYTES // 900_000 + 1):
+        last = parser.accept([tool(f"t{number}", 900_000)])
+    assert parser.accept([tool(f"t{number}", 900_000)]) is last
+    assert parser.accept([tool("first", 10)]) is not first
 
 
 def test_marks_inside_a_value_that_the_parser_sees_through_do_no_harm(make_parser, tools):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import tracemalloc
 
 import anyio
 import httpx
@@ -10,6 +12,8 @@ import pytest
 from chat_requests import USER, body, events_of
 from conversation import conversation
 
+from clawpipe.actors.proxy.encoder import Encoder
+from clawpipe.actors.proxy.messages import CallError
 from clawpipe.pipeline.segments import DropReason, select
 from clawpipe.pipeline.tree import build, resolve
 
@@ -130,6 +134,92 @@ async def test_a_retry_without_the_end_of_the_history_is_a_sibling_too(renderer,
     first, lost, kept = selection.fates
     assert (first.kept, kept.kept) == (first.sampled, kept.sampled)
     assert lost.dropped == {DropReason.UNDELIVERED: lost.sampled}
+
+
+def long(words: int) -> dict[str, str]:
+    return {"role": "user", "content": "word " * words}
+
+
+async def test_a_conversation_that_comes_to_the_same_words_again_is_no_retry(make_proxy, sampler):
+    """OpenCode at a full context: it reads, is refused, compacts, and its history is what it was before."""
+    sampler.script = ["read one", "summary one", "read two", "summary two", "and done"]
+    said = []
+    async with make_proxy() as proxy:
+        rollout = await proxy.rollout()
+        async with rollout.client() as client:
+            for _ in range(2):
+                read = await client.post("/chat/completions", json=body(USER))
+                said.append(read.json()["choices"][0]["message"])
+                refused = await client.post("/chat/completions", json=body(USER, said[-1], long(5000)))
+                assert refused.status_code == 400
+                summary = await client.post("/chat/completions", json=body(USER, long(3)))
+                said.append(summary.json()["choices"][0]["message"])
+        await rollout.settle()
+    assert [turn["content"] for turn in said] == ["read one", "summary one", "read two", "summary two"]
+
+
+async def test_what_a_later_request_builds_on_is_not_told_again_though_nobody_is_known_to_have_it(
+    renderer, parser, sampler
+):
+    """A harness may hang up when it has what it wants, with a call of the turn already made."""
+    sampler.script = ["first", "next", "first again"]
+    async with conversation(renderer, parser, sampler, retry_window_s=1000.0) as talk:
+        turn = await talk.ask(USER)
+        assert (await talk.ask(USER))["content"] == "first"
+        await talk.ask(USER, turn, USER)
+        again = await talk.ask(USER)
+    assert again["content"] == "first again"
+    assert [record.index for record in talk.stream.records] == [0, 1, 2]
+
+
+async def test_a_refused_request_builds_on_its_history_too(renderer, parser, sampler):
+    sampler.script = ["first", "first again"]
+    async with conversation(renderer, parser, sampler, retry_window_s=1000.0, context_tokens=300) as talk:
+        turn = await talk.ask(USER)
+        with pytest.raises(CallError, match="maximum context length"):
+            await talk.ask(USER, turn, long(1000))
+        assert (await talk.ask(USER))["content"] == "first again"
+
+
+async def test_an_answer_that_got_lost_is_told_again_whatever_others_asked_meanwhile(renderer, parser, sampler):
+    """Sub-agents go on while the main conversation's connection is gone."""
+    sampler.script = ["main", "aside"]
+    async with conversation(renderer, parser, sampler, retry_window_s=1000.0) as talk:
+        await talk.ask(USER)
+        await talk.ask({"role": "user", "content": "aside"})
+        assert (await talk.ask(USER))["content"] == "main"
+
+
+async def test_retries_of_two_conversations_at_once_are_no_progress(renderer, parser, sampler):
+    sampler.script = ["main", "aside"]
+    aside = {"role": "user", "content": "aside"}
+    async with conversation(renderer, parser, sampler, retry_window_s=1000.0) as talk:
+        calls = [(await talk.call(message))[1] for message in (USER, aside)]
+        for call in calls:
+            call.deliver()
+        for _ in range(2):
+            assert (await talk.ask(aside))["content"] == "aside"
+            assert (await talk.ask(USER))["content"] == "main"
+
+
+async def test_refused_requests_leave_nothing_behind(renderer, parser, sampler):
+    sampler.script = ["first"]
+    encoder = Encoder(renderer.tokenizer, cached_tokens=1000)
+    limits = {"retry_window_s": 1000.0, "context_tokens": 300}
+    async with conversation(renderer, parser, sampler, encoder=encoder, **limits) as talk:
+        await talk.ask(USER)
+        gc.collect()
+        tracemalloc.start()
+        try:
+            for number in range(10):
+                with pytest.raises(CallError):
+                    foreign = {"role": "assistant", "content": f"{number} " + " " * 200_000}
+                    await talk.ask(USER, foreign, long(1000 + number))
+            gc.collect()
+            kept, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert kept < 1_000_000  # of 2 MB
 
 
 async def test_a_request_that_is_only_written_otherwise_is_the_same(make_proxy, sampler):

@@ -6,6 +6,7 @@ import gc
 import socket
 import tracemalloc
 
+import anyio
 import pytest
 from conversation import USER, conversation, result
 
@@ -74,6 +75,36 @@ async def test_a_message_that_moves_to_the_end_costs_itself_and_what_is_new(rend
                 assert counting.encoded - before < 500
                 assert talk.stream.records[number].graft_broken is None
             history += [turn, result(turn["tool_calls"][0], f"line {number}\n")]
+
+
+async def test_what_rollouts_share_is_encoded_once_though_they_all_open_at_the_same_time(renderer):
+    counting, text = Counting(renderer.tokenizer), "words " * 2000
+    found = []
+
+    async def encode(encoder: Encoder) -> None:
+        found.append(await encoder.encode(text))
+
+    encoder = Encoder(counting)
+    async with anyio.create_task_group() as group:
+        for _ in range(16):
+            group.start_soon(encode, encoder)
+    assert counting.encoded == len(found[0])
+    assert all(ids is found[0] for ids in found)
+
+
+async def test_an_encoding_that_is_given_up_is_made_for_those_who_wait_for_it(renderer):
+    encoder, text = Encoder(renderer.tokenizer), "words " * 2000
+    found = []
+
+    async def wait() -> None:
+        found.append(await encoder.encode(text))
+
+    async with anyio.create_task_group() as group:
+        with anyio.CancelScope() as scope:
+            scope.cancel()
+            group.start_soon(wait)
+            await encoder.encode(text)
+    assert renderer.decode(found[0]) == text
 
 
 async def test_a_rollout_that_waits_takes_a_few_kilobytes():

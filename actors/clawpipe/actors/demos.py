@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from msgspec import Struct
 
 from clawpipe.actors.harness import agentloop_program as program
+from clawpipe.actors.harness.steps import CALL_CLOSES, CALL_OPENS
 from clawpipe.actors.recording.rolls import Roll, fillings, make_rolls
-from clawpipe.actors.recording.takes import Flaw, Shape, Take, shapes, takes
+from clawpipe.actors.recording.takes import Flaw, Shape, Take, script, shapes, takes
 from clawpipe.actors.tasks.filing import Errand, errands
 from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, HarnessConfig, TinyModelConfig
 from clawpipe.pipeline.errors import ClawpipeError, TaskError
@@ -44,36 +44,18 @@ SHARED_MEMORY = Path("/dev/shm")
 Message = dict[str, Any]
 
 
-class Call(Struct, frozen=True, kw_only=True):
-    """One scripted assistant turn: a tool call, perhaps broken."""
-
-    name: str
-    arguments: dict[str, str]
-    lacks_brace: bool = False
-
-    def raw(self) -> str:
-        """What the model should sample, in the form of Qwen's chat template."""
-        call = json.dumps({"name": self.name, "arguments": self.arguments})
-        return f"<tool_call>\n{call[:-1] if self.lacks_brace else call}\n</tool_call>"
-
-    def message(self) -> Message:
-        """The same turn as the harness gets it: a call that cannot be parsed arrives as text."""
-        if self.lacks_brace:
-            return {"role": "assistant", "content": self.raw()}
-        function = {"name": self.name, "arguments": json.dumps(self.arguments)}
-        call = {"id": "call", "type": "function", "function": function}
-        return {"role": "assistant", "content": None, "tool_calls": [call]}
-
-
 def main(config: Config, runtime: Runtime) -> None:
     """Writes `runtime.demos_path`. The same configuration gives the same file, but for what harnesses say of time."""
     target = Path(runtime.demos_path)
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_suffix(".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        for row in _rows(config, runtime):
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    temporary.replace(target)
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for row in _rows(config, runtime):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _rows(config: Config, runtime: Runtime) -> Iterator[dict[str, Any]]:
@@ -86,10 +68,12 @@ def _rows(config: Config, runtime: Runtime) -> Iterator[dict[str, Any]]:
 
 def _recorded(config: Config, runtime: Runtime, harnesses: Sequence[HarnessConfig]) -> Iterator[dict[str, Any]]:
     sources, dice = _sources(config), _dice(config, "recordings")
+    # Drawn first: a family that is too small is said before minutes of recording.
+    picked = list(_distinct_errands(sources, _dice(config, "recorded demonstrations")))
     wanted = [take for entry in harnesses for take in takes(entry, shapes(sources), dice)]
     rolls = anyio.run(_record, config, runtime, wanted)
     yield from (roll.line() for roll in rolls.values())
-    yield from fillings(rolls, _distinct_errands(sources, _dice(config, "recorded demonstrations")), dice)
+    yield from fillings(rolls, picked, dice)
 
 
 async def _record(config: Config, runtime: Runtime, wanted: Sequence[Take]) -> Mapping[tuple[str, Shape], Roll]:
@@ -131,25 +115,27 @@ def demonstrate(errand: Errand, flaw: Flaw | None, harness: AgentLoopConfig, wor
         target.write_text(text, encoding="utf-8")
     tools = program.Tools(str(workspace))
     messages = program.opening(harness.system, errand.prompt)
-    for call in script(errand, flaw):
-        messages.append({"role": "assistant", "content": call.raw()})
-        answers, finished = program.answer(call.message(), tools)
+    for turn in script(errand, flaw, harness):
+        messages.append({"role": "assistant", "content": turn})
+        answers, finished = program.answer(as_message(turn), tools)
         if finished:
             break
         messages += [{"role": answer["role"], "content": answer["content"]} for answer in answers]
     return messages
 
 
-def script(errand: Errand, flaw: Flaw | None) -> list[Call]:
-    """What the model does: look if it has to, write, finish."""
-    path = errand.path.rpartition("/")[2] if flaw is Flaw.FOLDER else errand.path
-    look = [Call(name="read_file", arguments={"path": errand.reads})] if errand.reads else []
-    write = Call(
-        name="write_file",
-        arguments={"path": path, "content": errand.content},
-        lacks_brace=flaw is Flaw.BRACE,
-    )
-    return [*look, write, Call(name="finish", arguments={})]
+def as_message(turn: str) -> Message:
+    """The turn as agentloop gets it from the proxy: a call that cannot be parsed arrives as text."""
+    try:
+        call = json.loads(turn.removeprefix(CALL_OPENS).removesuffix(CALL_CLOSES))
+    except ValueError:
+        return {"role": "assistant", "content": turn}
+    function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "call", "type": "function", "function": function}],
+    }
 
 
 def _sources(config: Config) -> list[FilingTasksConfig]:

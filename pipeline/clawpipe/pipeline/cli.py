@@ -88,6 +88,7 @@ def demos(
 ) -> None:
     """Makes demonstrations: the harnesses of CONFIG at work, with a script in place of the model."""
     loaded = configuration.load(config, parse_overrides(set_ or []))
+    start_log("demos", loaded.observe.level)
     written = demonstrations.make(loaded, out, load_role)
     for line in demonstrations.table(written):
         typer.echo(line)

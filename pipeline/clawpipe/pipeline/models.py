@@ -17,7 +17,8 @@ import msgspec
 from clawpipe.pipeline.config import AgentLoopConfig, Config, FilingTasksConfig, HarnessConfig
 
 RECIPE = 1  # counted up when the same configuration would build another model
-RECORDING = 1  # the same for recorded demonstrations: pinned versions, scripts, how adapters start their programs
+# The same for recorded demonstrations: digest of pinned versions, command lines, settings and scripts of all harnesses.
+RECORDING = "8524567219620e11"  # tests/demos/test_recording_key.py computes it
 SUMMARY_SUFFIX = ".summary.json"  # beside recorded demonstrations: how the recording went
 
 
@@ -72,7 +73,7 @@ def recorded_harnesses(config: Config) -> tuple[HarnessConfig, ...]:
 
 def syllables_dir(demos_path: Path) -> Path:
     """Where the role `syllables` puts the tokenizer that demonstrations are recorded with."""
-    return demos_path.with_name("syllables")
+    return demos_path.with_suffix(".syllables")
 
 
 def cache_dir() -> Path:

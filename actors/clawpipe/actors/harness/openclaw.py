@@ -23,9 +23,8 @@ FLUSH_TOOLS = frozenset({"read", "write"})  # what a memory flush keeps of the t
 WORK_TOOLS = frozenset({"edit", "exec"})
 MCP_TOOLS = "bundle-mcp"  # its name for the tools of all MCP servers
 RESERVED = frozenset({"OPENCLAW_CONFIG_PATH", "OPENCLAW_STATE_DIR", "OPENCLAW_HOME"})
-# A short young generation costs no time that can be measured and halves the memory of a start; with the quick
-# compiler alone, the parser for shell commands (WebAssembly) costs neither a second nor hundreds of megabytes.
-_NODE_OPTIONS = ("--max-semi-space-size=4", "--liftoff-only")
+# A short young generation halves the memory of a start and costs no time that can be measured.
+_NODE_OPTIONS = ("--max-semi-space-size=4",)
 _SETTINGS = {
     "DO_NOT_TRACK": "1",
     "NODE_DISABLE_COMPILE_CACHE": "1",  # it would be written into /tmp, which is memory, and read by nobody

@@ -25,6 +25,7 @@ from clawpipe.pipeline.config import (
 )
 
 LAST_WORDS = "Done."
+CALL_OPENS, CALL_CLOSES = "<tool_call>\n", "\n</tool_call>"
 
 
 class Read(Struct, frozen=True, kw_only=True):
@@ -44,10 +45,7 @@ class Finish(Struct, frozen=True, kw_only=True):
     """Ends the work."""
 
 
-Step = Read | Write | Finish
-
-
-def say(step: Step, harness: HarnessConfig) -> str:
+def say(step: Read | Write | Finish, harness: HarnessConfig) -> str:
     """The turn's raw text."""
     if isinstance(step, Finish):
         return call("finish", {}) if isinstance(harness, AgentLoopConfig) else LAST_WORDS
@@ -57,7 +55,7 @@ def say(step: Step, harness: HarnessConfig) -> str:
 def call(name: str, arguments: Mapping[str, object]) -> str:
     """A tool call as the model should sample it, in the form of Qwen's chat template."""
     said = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{said}\n</tool_call>"
+    return f"{CALL_OPENS}{said}{CALL_CLOSES}"
 
 
 def without_last_brace(text: str) -> str:

@@ -24,6 +24,7 @@ from clawpipe.actors.proxy.turns import Job, Turns
 from clawpipe.actors.proxy.upstream import Sampler
 from clawpipe.pipeline.errors import BrokerError, EngineError
 from clawpipe.pipeline.observe import EventLog
+from clawpipe.pipeline.records import Role
 
 
 class Limits(Struct, frozen=True, kw_only=True):
@@ -58,6 +59,7 @@ class Calls:
         self._limits = limits
         self._group = group
         self._log = log
+        self._puzzled: set[str] = set()  # harnesses whose classifier failed; each is told of once
 
     async def start(self, session: Session, ask: Ask, wire: ModelCall) -> Call:
         """The call that answers this request, on its way; a repeated request gets the call that it repeats.
@@ -81,8 +83,10 @@ class Calls:
             call.finish(err)
             raise
         finally:
-            if not call.prepared.is_set():
-                call.finish(CallError(Fault.UNAVAILABLE, "The call was given up."))
+            if call.head is None:
+                session.forget(call)
+                if not call.prepared.is_set():
+                    call.finish(CallError(Fault.UNAVAILABLE, "The call was given up."))
         tools = tools if ask.tools_allowed else self._parser.accept(())
         self._group.start_soon(self._run, Job(session, call, ask, tools, prompt))
         return call
@@ -115,16 +119,28 @@ class Calls:
         started_s = time.time()
         self._require_few(ask)
         written = await self._prompts.write(session, ask)
+        session.goes_on_from(written.grafted)
+        max_tokens = self._room(len(written.ids), ask.max_tokens)
         for turn, reason in written.broken:
             session.count_broken(turn, reason)
         return Prompt(
             ids=written.ids,
-            max_tokens=self._room(len(written.ids), ask.max_tokens),
-            role=session.classify(wire),
+            max_tokens=max_tokens,
+            role=self._role(session, wire),
             broken=written.broken[0][1] if written.broken else None,
             requested=ask.requested,
             started_s=started_s,
         )
+
+    def _role(self, session: Session, wire: ModelCall) -> Role:
+        """What the call is for. A request may be anything: what a classifier falls over is of no known role."""
+        try:
+            return session.classify(wire)
+        except Exception as err:
+            if session.harness not in self._puzzled:
+                self._puzzled.add(session.harness)
+                self._log.warning("a call could not be classified", harness=session.harness, error=repr(err))
+            return Role.UNKNOWN
 
     def _room(self, prompt_tokens: int, asked: int | None) -> int:
         """Tokens that may be sampled. A limit that was asked for must fit into the context whole."""

@@ -31,6 +31,7 @@ class Encoder:
         self._encode = tokenizer.backend_tokenizer.encode
         self._cache: OrderedDict[bytes, IntArray] = OrderedDict()
         self._room = cached_tokens
+        self._in_the_making: dict[bytes, anyio.Event] = {}  # pieces that a thread encodes now; others wait for it
         self._end = end_of_turn if end_of_turn and self._stands_alone(end_of_turn) else ""
 
     async def encode(self, text: str) -> IntArray:
@@ -47,22 +48,29 @@ class Encoder:
         if (known := self._cache.get(key)) is not None:
             self._cache.move_to_end(key)
             return known
-        ids = await anyio.to_thread.run_sync(self._ids, data) if len(data) > INLINE_BYTES else self._ids(data)
-        if key not in self._cache:
-            self._remember(key, ids)
-        return ids
+        if len(data) <= INLINE_BYTES:
+            return self._remember(key, self._ids(data))
+        if (made := self._in_the_making.get(key)) is not None:
+            await made.wait()
+            return await self._encoded(data)  # known now, but for one that was given up or has been dropped again
+        self._in_the_making[key] = anyio.Event()
+        try:
+            return self._remember(key, await anyio.to_thread.run_sync(self._ids, data))
+        finally:
+            self._in_the_making.pop(key).set()
 
     def _ids(self, data: bytes) -> IntArray:
         ids = np.array(self._encode(data.decode(), add_special_tokens=False).ids, np.int32)
         ids.flags.writeable = False
         return ids
 
-    def _remember(self, key: bytes, ids: IntArray) -> None:
+    def _remember(self, key: bytes, ids: IntArray) -> IntArray:
         self._cache[key] = ids
         self._room -= len(ids)
         while self._room < 0:
             _, dropped = self._cache.popitem(last=False)
             self._room += len(dropped)
+        return ids
 
     def _stands_alone(self, token: str) -> bool:
         """Whether texts on both sides of the token have the tokens that they have by themselves."""

@@ -19,6 +19,7 @@ from clawpipe.pipeline.records import IntArray
 
 MAX_CANDIDATES = 8  # turns that are tried for a part of one
 MAX_PARTS = 256  # messages that are remembered with what was found for them
+MAX_PART_CHARS = 100_000  # of a message that is remembered
 
 
 class Broken(StrEnum):
@@ -66,7 +67,7 @@ class SampledTurns:
         self._calls: dict[str, _SampledCall] = {}  # by id
         self._parts: dict[Message, list[tuple[Said, Graft]]] = {}
 
-    def add(self, turn: Turn, graft: Graft, tools: ToolSet) -> None:
+    def add(self, turn: Turn, graft: Graft, tools: ToolSet) -> Said:
         """A turn was sampled as these ids and goes out to the harness."""
         said = Said(turn, graft, tools, meaning(turn))
         self._all.append(said)
@@ -77,6 +78,7 @@ class SampledTurns:
             self._calls[bare_id(call.id)] = _SampledCall(call, means, said)
         for message in [each for each in self._parts if self._meaning(each).begins(said.means)]:
             del self._parts[message]
+        return said
 
     def whole(self, message: Message) -> list[Said]:
         """The turns that a replayed message says whole.
@@ -100,12 +102,15 @@ class SampledTurns:
 
     def parts(self, message: Message, cut: Callable[[Said, Message], Graft | None]) -> list[tuple[Said, Graft]]:
         """What `cut` makes of the longer turns for this message; cut once, though replayed with every call."""
-        if message not in self._parts:
+        if (known := self._parts.get(message)) is not None:
+            return known
+        made = [(said, cut(said, message)) for said in self.longer(message)]
+        found = [(said, graft) for said, graft in made if graft is not None]
+        if message.num_chars <= MAX_PART_CHARS:
             if len(self._parts) >= MAX_PARTS:
                 self._parts.clear()
-            made = [(said, cut(said, message)) for said in self.longer(message)]
-            self._parts[message] = [(said, graft) for said, graft in made if graft is not None]
-        return self._parts[message]
+            self._parts[message] = found
+        return found
 
     def reason(self, message: Message) -> Broken:
         """Why no turn says this."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 
 import anyio
 import numpy as np
 
 from clawpipe.actors.harness.base import ModelCall
-from clawpipe.actors.proxy.graft import Broken, SampledTurns
+from clawpipe.actors.proxy.graft import Broken, Said, SampledTurns
 from clawpipe.actors.proxy.messages import Answer, CallError, Fault, Head, Message
 from clawpipe.actors.proxy.prefixes import PrefixIndex
 from clawpipe.pipeline.records import CallEntry, FinishReason, IntArray, Role
@@ -45,7 +45,8 @@ class Call:
         self.outcome: Answer | CallError | None = None
         self.finished_s = 0.0
         self.recorded: FinishReason | None = None  # None: no record of it exists
-        self.delivered = False
+        self.said: Said | None = None  # its turn, once it can be found in a history
+        self.delivered_s: float | None = None  # when its last byte first went to a client that was there
 
     def finish(self, outcome: Answer | CallError) -> None:
         """Wakes everybody who waits for the outcome."""
@@ -53,6 +54,17 @@ class Call:
         self.finished_s = anyio.current_time()
         self.prepared.set()
         self.done.set()
+
+    def deliver(self) -> None:
+        """A client has the answer."""
+        if self.delivered_s is None:
+            self.delivered_s = anyio.current_time()
+
+    def answers_again(self, window_s: float) -> bool:
+        """Whether it has not failed, and is in flight or finished `window_s` ago at most."""
+        if isinstance(self.outcome, CallError):
+            return False
+        return self.outcome is None or anyio.current_time() - self.finished_s <= window_s
 
 
 class Session:
@@ -69,10 +81,12 @@ class Session:
         self.num_aborted = 0  # calls that ended in an error of ours
         self.broken: Counter[Broken] = Counter()  # turns that could not be grafted, by reason, each counted once
         self.entries: tuple[CallEntry, ...] = ()  # fixed when the state becomes SETTLED
-        self._broken_turns: set[Message] = set()
+        self._broken_turns: set[int] = set()  # by hash: they may be large
         self._calls: list[Call] = []
         self._num_prepared = 0
-        self._latest: dict[str, Call] = {}  # by digest
+        self._latest: dict[str, Call] = {}  # by digest, those that an equal request may be a repeat of
+        self._continued: set[Said] = set()  # turns that a later request goes on from
+        self._newest_s = 0.0  # when the last new request came
         self._replies = 0
         self._quiet = anyio.Event()
 
@@ -86,19 +100,36 @@ class Session:
             raise CallError(Fault.SETTLED, "This endpoint takes no more calls.")
 
     def repeated(self, digest: str, window_s: float) -> Call | None:
-        """The call that an identical request repeats: one in flight, or answered within `window_s`."""
-        call = self._latest.get(digest)
-        if call is None or isinstance(call.outcome, CallError):
-            return None
-        fresh = call.outcome is None or anyio.current_time() - call.finished_s <= window_s
-        return call if fresh else None
+        """The call that an identical request repeats: one in flight, or answered within `window_s`.
+
+        Once the rollout went on from the answer the same request is a new one: after a compaction a conversation
+        may come to the very words that it had before, and must not be told the same for ever.
+        """
+        self._latest = {key: call for key, call in self._latest.items() if self._is_current(call, window_s)}
+        return self._latest.get(digest)
+
+    def _is_current(self, call: Call, window_s: float) -> bool:
+        """Nothing continues it, and nothing else was asked since its answer was delivered."""
+        if not call.answers_again(window_s) or call.said in self._continued:
+            return False
+        return call.delivered_s is None or self._newest_s <= call.delivered_s
 
     def begin(self, digest: str) -> Call:
         """A new call, from now on found by requests that repeat it."""
-        call = Call(digest)
+        call, self._newest_s = Call(digest), anyio.current_time()
         self._calls.append(call)
         self._latest[digest] = call
         return call
+
+    def forget(self, call: Call) -> None:
+        """It was refused: nothing of it is kept, or a loop of bad requests would fill the memory."""
+        self._calls.remove(call)
+        if self._latest.get(call.digest) is call:
+            del self._latest[call.digest]
+
+    def goes_on_from(self, turns: Iterable[Said]) -> None:
+        """A request's history holds these turns."""
+        self._continued.update(turns)
 
     def prepared(self, call: Call, prompt_tokens: int, started_s: float) -> str:
         """The call will be sampled; returns its id."""
@@ -125,8 +156,8 @@ class Session:
 
     def count_broken(self, turn: Message, reason: Broken) -> None:
         """A turn of a replayed history could not be grafted; however often it is replayed, it counts once."""
-        if turn not in self._broken_turns:
-            self._broken_turns.add(turn)
+        if (key := hash(turn)) not in self._broken_turns:
+            self._broken_turns.add(key)
             self.broken[reason] += 1
 
     def reply_begins(self) -> None:
@@ -177,4 +208,4 @@ class Session:
 
     def _entry(self, call: Call) -> CallEntry:
         cut = call.recorded is FinishReason.CUT
-        return CallEntry(call_id=self.call_id(call.index), delivered=call.delivered, cut=cut)
+        return CallEntry(call_id=self.call_id(call.index), delivered=call.delivered_s is not None, cut=cut)

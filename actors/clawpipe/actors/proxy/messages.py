@@ -75,6 +75,11 @@ class Message(Struct, frozen=True):
         """The calls that it makes, in order."""
         return tuple(b for b in self.blocks if isinstance(b, ToolCall))
 
+    @property
+    def num_chars(self) -> int:
+        """Size of all that is said in it."""
+        return sum(len(b.arguments if isinstance(b, ToolCall) else b.text) for b in self.blocks)
+
 
 class Ask(Struct, frozen=True, kw_only=True):
     """One request for a turn, freed of its protocol."""
@@ -92,7 +97,7 @@ class Ask(Struct, frozen=True, kw_only=True):
     @property
     def num_chars(self) -> int:
         """Size of all that is said in it."""
-        return sum(len(b.arguments if isinstance(b, ToolCall) else b.text) for m in self.messages for b in m.blocks)
+        return sum(message.num_chars for message in self.messages)
 
     def digest(self) -> str:
         """blake2b of what determines the answer; whether it is streamed does not."""

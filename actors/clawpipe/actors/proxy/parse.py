@@ -8,6 +8,7 @@ not write.
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -22,7 +23,8 @@ from clawpipe.actors.proxy.messages import CallError, Fault, ToolCall, Turn, par
 from clawpipe.pipeline.errors import ConfigError
 
 MARKS = (("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>"))
-CACHED_TOOL_SETS = 256
+CACHED_TOOL_BYTES = 16 * 1024**2  # as JSON, over all rollouts; the objects made of it take some ten times as much
+MAX_CACHED_TOOLS = 1024**2  # a larger set is checked every time: one rollout must not push out what the others use
 
 
 class ToolSet(Struct, frozen=True, eq=False):
@@ -52,7 +54,8 @@ class TurnParser:
         self._tokenizer = _with_vocabulary_at_hand(tokenizer)
         self._make_tools = _tool_parser(tool_parser)
         self._make_reasoning = _reasoning_parser(reasoning_parser)
-        self._tool_sets: OrderedDict[bytes, ToolSet] = OrderedDict()
+        self._tool_sets: OrderedDict[bytes, tuple[ToolSet, int]] = OrderedDict()  # with its size as JSON
+        self._tool_room = CACHED_TOOL_BYTES
         self._marks = self._call_marks(tool_parser)
         self._thinking_marks = self._find_thinking_marks()
         self._starts_thinking = self._make_reasoning is not None and not _closed(
@@ -81,16 +84,25 @@ class TurnParser:
 
     def accept(self, tools: Sequence[dict[str, Any]]) -> ToolSet:
         """Checks a request's tools before anything is sampled for it. CallError (INVALID) when they are none."""
-        key = hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
-        if key not in self._tool_sets:
-            try:
-                self._tool_sets[key] = _tool_set(tools)
-            except ValueError as err:
-                raise CallError(Fault.INVALID, f"The tools cannot be used: {err}", "tools") from err
-            if len(self._tool_sets) > CACHED_TOOL_SETS:
-                self._tool_sets.popitem(last=False)
-        self._tool_sets.move_to_end(key)
-        return self._tool_sets[key]
+        text = msgspec.json.encode(tools)
+        key = hashlib.blake2b(text, digest_size=16).digest()
+        if (known := self._tool_sets.get(key)) is not None:
+            self._tool_sets.move_to_end(key)
+            return known[0]
+        try:
+            made = _tool_set(tools)
+        except ValueError as err:
+            raise CallError(Fault.INVALID, f"The tools cannot be used: {err}", "tools") from err
+        if len(text) <= MAX_CACHED_TOOLS:
+            self._remember(key, made, len(text))
+        return made
+
+    def _remember(self, key: bytes, tools: ToolSet, size: int) -> None:
+        self._tool_sets[key] = (tools, size)
+        self._tool_room -= size
+        while self._tool_room < 0:
+            _, (_, freed) = self._tool_sets.popitem(last=False)
+            self._tool_room += freed
 
     def layout(self, text: str, turn: Turn) -> Layout:
         """Where the parts of `turn` stand in the text that it was read from."""
@@ -169,13 +181,19 @@ def _closed(text: str, opening: str, closing: str) -> bool:
 def _well_formed(name: str, arguments: str, tools: ToolSet) -> bool:
     """A name, and arguments that are a JSON object; an empty one only where the tool requires nothing."""
     given = parse_object(arguments)
-    if not name or given is None or _has_half_surrogate(name + arguments):
+    if not name or given is None or not _is_unicode(name + arguments) or not _is_unicode_inside(arguments, given):
         return False
     return bool(given) or name not in tools.demanding
 
 
-def _has_half_surrogate(text: str) -> bool:
-    return any("\ud800" <= letter <= "\udfff" for letter in text) if not text.isascii() else False
+def _is_unicode(text: str) -> bool:
+    """Whether there is no half of a surrogate pair in it, which no protocol can carry."""
+    return text.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def _is_unicode_inside(arguments: str, given: dict[str, Any]) -> bool:
+    """The same for the values: half of a pair may be written as an escape, at which some JSON readers fail."""
+    return "\\u" not in arguments or _is_unicode(json.dumps(given, ensure_ascii=False))
 
 
 def _tool_set(tools: Sequence[dict[str, Any]]) -> ToolSet:

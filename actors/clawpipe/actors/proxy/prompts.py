@@ -7,6 +7,7 @@ tokens forks; the reason is handed over with the ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -30,6 +31,7 @@ class Written(Struct, frozen=True):
 
     ids: IntArray  # int32 [P]
     broken: tuple[tuple[Message, Broken], ...]
+    grafted: tuple[Said, ...]  # the sampled turns that it holds, in whole or in part
 
 
 class _Piece(Struct, frozen=True, eq=False):
@@ -55,6 +57,7 @@ class _Draft:
         self.parts: list[IntArray] = []
         self.turn_is_complete = False  # the last part ends with the end-of-turn token
         self.broken: list[tuple[Message, Broken]] = []
+        self.grafted: list[Said] = []
 
 
 class Prompts:
@@ -86,7 +89,7 @@ class Prompts:
                 piece = await self._continuing(session, draft, gap, choices)
                 await self._graft(draft, gap, turn, piece, keep=keep)
         draft.parts += await self._encoded(self._following(draft, last))
-        return Written(np.concatenate(draft.parts), tuple(draft.broken))
+        return Written(np.concatenate(draft.parts), tuple(draft.broken), tuple(draft.grafted))
 
     async def _planned(self, session: Session, ask: Ask) -> _Plan:
         if len(ask.messages) <= INLINE_MESSAGES and ask.num_chars <= INLINE_CHARS:
@@ -94,10 +97,11 @@ class Prompts:
         return await anyio.to_thread.run_sync(self._plan, session, ask, limiter=self._large)
 
     def _plan(self, session: Session, ask: Ask) -> _Plan:
-        turns = [message for message in ask.messages if message.speaker is Speaker.ASSISTANT]
+        messages = [message for message in ask.messages if _is_there(session, message)]
+        turns = [message for message in messages if message.speaker is Speaker.ASSISTANT]
         found = [self._find(session, turn) for turn in turns]
-        gaps = self._renderer.gaps(ask.messages, ask.tools, [not isinstance(each, Broken) for each in found])
-        return _Plan(turns, found, gaps, self._shown(ask, found))
+        gaps = self._renderer.gaps(messages, ask.tools, [not isinstance(each, Broken) for each in found])
+        return _Plan(turns, found, gaps, self._shown(messages, ask.tools, found))
 
     def _find(self, session: Session, turn: Message) -> list[_Piece] | Broken:
         """The sampled ids that may stand for this turn, in whole or, failing that, in part."""
@@ -106,12 +110,14 @@ class Prompts:
         parts = [_Piece(said, graft) for said, graft in session.turns.parts(turn, self._cutter.part)]
         return parts or (Broken.PARTIAL if session.turns.longer(turn) else session.turns.reason(turn))
 
-    def _shown(self, ask: Ask, found: Sequence[list[_Piece] | Broken]) -> list[bool]:
+    def _shown(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], found: Sequence[list[_Piece] | Broken]
+    ) -> list[bool]:
         """Per assistant turn: whether the thinking that it was sampled with stays in it."""
         thought = [not isinstance(each, Broken) and bool(each[0].said.turn.thinking) for each in found]
         if self._keep_thinking or not any(thought):
             return [True] * len(found)
-        shown = self._renderer.shown_thinking(ask.messages, ask.tools)
+        shown = self._renderer.shown_thinking(messages, tools)
         return [keep or not thinking for keep, thinking in zip(shown, thought, strict=True)]
 
     def _following(self, draft: _Draft, gap: Gap) -> Gap:
@@ -133,6 +139,19 @@ class Prompts:
             graft = graft if cut is None else cut
         draft.parts += [*await self._encoded(gap), graft.ids]
         draft.turn_is_complete = graft.complete
+        draft.grafted.append(piece.said)
 
     async def _encoded(self, gap: Gap) -> list[IntArray]:
         return [await self._encoder.encode(piece) for piece in gap.pieces]
+
+
+def _is_there(session: Session, message: Message) -> bool:
+    """An assistant's message with nothing in it is none, unless the rollout sampled one.
+
+    OpenCode leaves one in its history for a stream that broke off. Providers leave it out, too.
+    """
+    if message.speaker is not Speaker.ASSISTANT or message.calls:
+        return True
+    if message.text.strip() or message.thinking.strip():
+        return True
+    return bool(session.turns.whole(message))

@@ -95,7 +95,8 @@ async def _send_events(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> 
         return
     *events, last = _events(dialect, ask, call)
     await reply.write(b"".join(events))
-    call.delivered |= await reply.end(last)
+    if await reply.end(last):
+        call.deliver()
 
 
 async def _send_whole(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> None:
@@ -104,7 +105,8 @@ async def _send_whole(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> N
             await reply.whole(*dialect.error(call.outcome))
         return
     body = dialect.whole(ask, _answer(call))
-    call.delivered |= await (reply.end(body) if reply.begun else reply.whole(200, body))
+    if await (reply.end(body) if reply.begun else reply.whole(200, body)):
+        call.deliver()
 
 
 def _events(dialect: Dialect, ask: Ask, call: Call) -> Iterator[bytes]:

@@ -85,7 +85,7 @@ class Turns:
         await self._recorder.store(session, call, job.prompt, sampled, malformed=turn.malformed)
         session.sampled(call, job.prompt.ids, sampled.ids)
         complete = len(sampled.ids) > 0 and int(sampled.ids[-1]) == self._renderer.end_of_turn_id
-        session.turns.add(turn, Graft(sampled.ids, complete), job.tools)
+        call.said = session.turns.add(turn, Graft(sampled.ids, complete), job.tools)
         if sampled.finish_reason is FinishReason.CUT:
             return CallError(Fault.SETTLED, "The call was cut.")
         return Answer(head=call.head, turn=turn, completion_tokens=len(sampled.ids))

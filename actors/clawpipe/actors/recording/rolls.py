@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,13 @@ import numpy as np
 from clawpipe.actors.proxy.render import Renderer
 from clawpipe.actors.recording.studio import Recording, record
 from clawpipe.actors.recording.takes import Flaw, Shape, Take, filled, shape_of, words_of
+from clawpipe.actors.recording.tries import problem_of, record_fit, summary
 from clawpipe.actors.tasks.filing import Errand
 from clawpipe.pipeline import packing
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import ClawpipeError
 from clawpipe.pipeline.models import SUMMARY_SUFFIX
-from clawpipe.pipeline.observe import Progress, write_json
-from clawpipe.pipeline.records import Infra, Scored, VerifierInfra
+from clawpipe.pipeline.observe import EventLog, Progress, write_json
 from clawpipe.pipeline.runtime import Runtime
 
 UUID = re.compile(r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b")
@@ -36,22 +36,6 @@ MOMENT = re.compile(r"(?:(?P<day>Mon|Tue|Wed|Thu|Fri|Sat|Sun),? )?(?P<date>20\d\
 FIRST_DAY = datetime(2026, 1, 1, tzinfo=UTC)
 NUM_DAYS = 1500
 PART = 6  # letters of a blank that cannot be anything else
-
-
-def problem_of(recording: Recording) -> str | None:
-    """Why it is not fit to learn from, in words; None when it is."""
-    rollout, flaw = recording.rollout, recording.take.shape.flaw
-    outcome = recording.outcome
-    if not isinstance(outcome, Scored):
-        return f"{recording.take.name}: {outcome}"
-    if (outcome.reward == 1.0) is (flaw is not None):
-        return f"{recording.take.name}: reward {outcome.reward} ({outcome.checks}), with the flaw {flaw}"
-    broken = [call.graft_broken for call in recording.calls if call.graft_broken]
-    if broken:
-        return f"{recording.take.name}: an earlier turn could not be grafted ({broken[0]})"
-    if len(rollout.paths) != 1 or any(fate.dropped for fate in rollout.fates if fate.role.value == "main"):
-        return f"{recording.take.name}: its main conversation is not one sequence, it has {len(rollout.paths)} branches"
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,14 +98,16 @@ class Roll:
 
 
 async def make_rolls(config: Config, runtime: Runtime, takes: Sequence[Take]) -> dict[tuple[str, Shape], Roll]:
-    """Records the takes. ClawpipeError when one of them is not what its script wanted: then the script is wrong."""
+    """Records the takes. ClawpipeError when one of them never becomes what its script wants."""
     progress = Progress(runtime.path(), "demos", "recording harnesses", total=len(takes))
-    renderer, recordings = await record(config, runtime, takes, progress)
+    studio = partial(record, config, runtime, progress=progress)
+    renderer, recordings = await record_fit(studio, takes, EventLog("demos"))
     write_json(Path(runtime.demos_path).with_suffix(SUMMARY_SUFFIX), summary(recordings))
     problems = [problem for recording in recordings if (problem := problem_of(recording)) is not None]
     if problems:
         raise ClawpipeError(
-            f"{len(problems)} of {len(recordings)} recorded demonstrations failed: {'; '.join(problems[:3])}; see "
+            f"{len(problems)} of {len(recordings)} recorded demonstrations failed, {problems[0]} for one. End "
+            "other programs or raise wall_clock_s of [sandbox], and start again; if they always fail, see "
             f"{runtime.path('logs')} and actors/harness/steps.py, which says what the model is made to say"
         )
     rolls = {(each.take.harness.name, each.take.shape): Roll.of(each, renderer) for each in recordings}
@@ -130,30 +116,6 @@ async def make_rolls(config: Config, runtime: Runtime, takes: Sequence[Take]) ->
             raise ClawpipeError(f"{roll.name}: the harness shows {part!r} of a longer word, which cannot be replaced")
     progress.finish(f"{len(recordings)} runs")
     return rolls
-
-
-def summary(recordings: Sequence[Recording]) -> list[dict[str, Any]]:
-    """Per harness: what `clawpipe demos` shows."""
-    return [
-        _summary(name, [each for each in recordings if each.take.harness.name == name])
-        for name in dict.fromkeys(each.take.harness.name for each in recordings)
-    ]
-
-
-def _summary(name: str, recordings: Sequence[Recording]) -> dict[str, Any]:
-    return {
-        "harness": name,
-        "rollouts": len(recordings),
-        "calls": dict(Counter(call.role.value for each in recordings for call in each.calls)),
-        "mean_reward": _mean_reward(each for each in recordings if each.take.shape.flaw is None),
-        "mean_reward_flawed": _mean_reward(each for each in recordings if each.take.shape.flaw is not None),
-        "failed": sum(problem_of(each) is not None for each in recordings),
-    }
-
-
-def _mean_reward(recordings: Iterable[Recording]) -> float | None:
-    graded = [each.rollout for each in recordings if not isinstance(each.outcome, Infra | VerifierInfra)]
-    return sum(rollout.reward for rollout in graded) / len(graded) if graded else None
 
 
 def fillings(

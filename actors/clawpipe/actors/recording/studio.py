@@ -22,6 +22,7 @@ from clawpipe.actors.proxy.scripted import ScriptedSampler
 from clawpipe.actors.proxy.service import load_model, serve
 from clawpipe.actors.proxy.slots import listening
 from clawpipe.actors.recording.takes import Take
+from clawpipe.actors.sandbox.identity import is_dead, new_identity
 from clawpipe.actors.tasks.filing import CHECK, as_row
 from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline import nats_server
@@ -45,6 +46,7 @@ STORE_BYTES = 512 * 1024**2
 NATS_START_TIMEOUT_S = 30.0
 STILL_S = 60.0  # on top of the wall clock of all takes: starting, grading, settling
 SOURCE = "takes"  # of the tasks
+FOLDER = "clawpipe-recording"
 
 
 class Recording(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,6 +55,7 @@ class Recording(msgspec.Struct, frozen=True, kw_only=True):
     take: Take
     rollout: Rollout
     calls: tuple[CallRecord, ...]
+    tries: int = 1  # how often the take was run until it was this
 
     @property
     def outcome(self) -> Outcome:
@@ -92,8 +95,10 @@ class _Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 @contextmanager
 def _stage(config: Config, runtime: Runtime, takes: Sequence[Take]) -> Iterator[_Stage]:
+    _sweep()
     # A short path: sockets below it have names of 107 bytes at most.
-    folder = Path(tempfile.mkdtemp(prefix="clawpipe-demos-"))
+    folder = Path(tempfile.gettempdir(), f"{FOLDER}-{new_identity()}")
+    folder.mkdir(mode=0o700)
     try:
         tasks = folder / "tasks.jsonl"
         tasks.write_bytes(_rows(takes))
@@ -114,6 +119,13 @@ def _stage(config: Config, runtime: Runtime, takes: Sequence[Take]) -> Iterator[
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _sweep() -> None:
+    """Takes away what recordings left that were killed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDER}-*"):
+        if is_dead(left.name):
+            shutil.rmtree(left, ignore_errors=True)
+
+
 def _config(config: Config, harnesses: Sequence[HarnessConfig], tasks: Path) -> Config:
     """The run's configuration with the takes as tasks, as the sandboxes' side of the run has it."""
     replace = msgspec.structs.replace
@@ -125,6 +137,7 @@ def _config(config: Config, harnesses: Sequence[HarnessConfig], tasks: Path) -> 
         tasks=(ClawGymTasksConfig(path=str(tasks), name=SOURCE),),
         nats=NatsConfig(),
         sandbox=replace(config.sandbox, slots=min(config.sandbox.slots, MAX_SLOTS)),
+        # A script would break the same call again and again.
         proxy=replace(config.proxy, max_completion_tokens=MAX_COMPLETION_TOKENS),
     )
 
@@ -167,6 +180,7 @@ async def _collect(broker: Broker, takes: Sequence[Take], patience_s: float, pro
     assembler = Assembler(close_timeout_s=patience_s, leaf_cap=LEAF_CAP)
     calls: dict[str, list[CallRecord]] = {take.name: [] for take in takes}
     closed: dict[str, Rollout] = {}
+    progress.at(0, f"0 of {len(takes)} runs", len(takes))
     with anyio.move_on_after(patience_s):
         async for _, record in broker.records():
             if isinstance(record, CallRecord):

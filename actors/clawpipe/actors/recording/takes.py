@@ -14,7 +14,7 @@ from enum import Enum
 
 from msgspec import Struct, structs
 
-from clawpipe.actors.harness.steps import Finish, Read, Step, Write, say, without_last_brace
+from clawpipe.actors.harness.steps import Finish, Read, Write, say, without_last_brace
 from clawpipe.actors.tasks.filing import Errand, copy_errand, write_errand
 from clawpipe.pipeline.config import FilingTasksConfig, HarnessConfig
 
@@ -46,15 +46,8 @@ class Take(Struct, frozen=True, kw_only=True):
 
     @property
     def script(self) -> tuple[str, ...]:
-        """The raw text of the model's turns. The flaw, if there is one, is in the turn that writes."""
-        steps = steps_of(self.errand, self.shape.flaw)
-        turns = [say(step, self.harness) for step in steps]
-        if self.shape.flaw is Flaw.BRACE:
-            turns = [
-                without_last_brace(text) if isinstance(step, Write) else text
-                for step, text in zip(steps, turns, strict=True)
-            ]
-        return tuple(turns)
+        """What the model says in it."""
+        return script(self.errand, self.shape.flaw, self.harness)
 
 
 def shapes(sources: list[FilingTasksConfig]) -> list[Shape]:
@@ -96,11 +89,15 @@ def filled(blanks: Errand, errand: Errand) -> Mapping[str, str]:
     return dict(zip(words_of(blanks), words_of(errand), strict=True))
 
 
-def steps_of(errand: Errand, flaw: Flaw | None = None) -> list[Step]:
-    """What the model does: look if it has to, write, finish. A call that cannot be read is the last thing it says."""
+def script(errand: Errand, flaw: Flaw | None, harness: HarnessConfig) -> tuple[str, ...]:
+    """The raw text of the model's turns: look if it has to, write, finish. The flaw is in the turn that writes.
+
+    A harness that takes a broken call for an answer ends there, and the last turn is not said.
+    """
     path = errand.path.rpartition("/")[2] if flaw is Flaw.FOLDER else errand.path
-    look: list[Step] = [Read(path=errand.reads)] if errand.reads else []
-    return [*look, Write(path=path, content=errand.content), Finish()]
+    look = [say(Read(path=errand.reads), harness)] if errand.reads else []
+    write = say(Write(path=path, content=errand.content), harness)
+    return (*look, without_last_brace(write) if flaw is Flaw.BRACE else write, say(Finish(), harness))
 
 
 def _blank(dice: random.Random) -> str:
