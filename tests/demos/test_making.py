@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +121,26 @@ def test_the_tokenizer_for_recordings_is_made_only_where_something_is_recorded(
     written.parent.mkdir(parents=True)
     written.touch()
     assert models.model_folders(mixed).missing() == ("model",)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [("[model.tiny]", "run `clawpipe harness install openclaw`"), ("[model]\npath = '/model'", "say --out FILE")],
+)
+def test_the_command_refuses_in_one_line(tmp_path: Path, model: str, message: str) -> None:
+    config = tmp_path / "c.toml"
+    config.write_text(f"{model}\n[[harness]]\nkind = 'openclaw'\n[[tasks]]\nkind = 'filing'\n")
+    done = subprocess.run(
+        [sysconfig.get_path("scripts") + "/clawpipe", "demos", str(config)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CLAWPIPE_CACHE": str(tmp_path / "cache")},
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert message in line
 
 
 def test_a_models_key_follows_what_recordings_depend_on(make_config: Any) -> None:

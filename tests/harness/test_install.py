@@ -141,7 +141,8 @@ def test_nothing_of_the_users_is_touched(registry: Registry, tmp_path: Path) -> 
     install.install("qwen_code")
     assert not list((tmp_path / "home").rglob("*"))
     assert {path.name for path in tmp_path.iterdir()} == {"home", "cache", "npm-cache"}
-    assert [path.name for path in (tmp_path / "cache" / "harness").iterdir()] == [f"qwen_code-{VERSION}"]
+    there = sorted(path.name for path in (tmp_path / "cache" / "harness").iterdir())
+    assert there == [f"node-{install.NODE.version}", f"qwen_code-{VERSION}"]
 
 
 def test_install_scripts_are_not_run(registry: Registry, tmp_path: Path) -> None:
@@ -201,6 +202,13 @@ def test_two_installers_at_once_both_succeed(registry: Registry, tmp_path: Path)
     folders = {path.name for path in (tmp_path / "cache" / "harness").iterdir()}
     assert folders == {f"node-{install.NODE.version}", f"qwen_code-{VERSION}"}
     assert listed()["qwen_code"]["works"] is True
+
+
+def test_a_program_that_does_not_start_is_not_installed(registry: Registry, tmp_path: Path) -> None:
+    registry.add(NODE, install.NODE.version, {"bin/node": "#!/bin/sh\necho set-up is incomplete >&2\nexit 1\n"})
+    with pytest.raises(ConfigError, match="node: it is installed and does not start"):
+        install.install("qwen_code")
+    assert not list((tmp_path / "cache" / "harness").iterdir())
 
 
 def test_the_list_says_what_is_there_and_what_starts(registry: Registry, tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_its_end_is_read_from_the_result_among_its_log_lines() -> None:
 
 
 def test_what_the_agent_itself_may_have_written_is_no_error_of_ours() -> None:
-    deep = b"{\n" + b'"a":[' * 100_000
+    deep = b'{\n"a":' + b"[" * 100_000
     assert harness().agent_error(0, deep) is None
     half = b'{\n"error": {"message": "half \\ud83d"}}\n'
     assert harness().agent_error(1, half) == "OpenClaw ended with an error: half ?"

@@ -93,7 +93,9 @@ BODIES = {
 }
 HALF, DEEP = "\ud83d", json.loads("[" * 300 + "]" * 300)
 DIALECTS: dict[str, Dialect] = {"/messages": Messages(), "/chat/completions": Chat(), "/responses": Responses()}
-crafted = st.dictionaries(st.sampled_from(HEADERS), st.text(max_size=8) | st.sampled_from(["[]", '{"thread_source": []}']))
+crafted = st.dictionaries(
+    st.sampled_from(HEADERS), st.text(max_size=8) | st.sampled_from(["[]", '{"thread_source": []}'])
+)
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-(10**40), 10**40) | st.floats() | st.text(max_size=5) | st.just(HALF),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "type", "name"]), inner),

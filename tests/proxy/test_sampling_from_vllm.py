@@ -15,9 +15,10 @@ from clawpipe.actors.proxy.calls import Calls, Limits
 from clawpipe.actors.proxy.capture import Recorder
 from clawpipe.actors.proxy.dialects.chat import Chat
 from clawpipe.actors.proxy.encoder import Encoder
+from clawpipe.actors.proxy.engine_http import EngineClient
 from clawpipe.actors.proxy.identity import Session
 from clawpipe.actors.proxy.render import Renderer
-from clawpipe.actors.proxy.upstream import EngineSampler, Sampled, Wanted, make_client
+from clawpipe.actors.proxy.upstream import EngineSampler, Sampled, Wanted
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import EngineState, FinishReason, Role, VersionSpan, floats, ints
@@ -37,7 +38,7 @@ async def sampling_from(engine, stop_ids):
             await anyio.sleep_forever()
 
     config = ProxyConfig(temperature=TEMPERATURE)
-    async with EnginePool(States(), 60) as pool, make_client() as client:
+    async with EnginePool(States(), 60) as pool, EngineClient() as client:
         yield EngineSampler(pool, client, config, stop_ids, EventLog("proxy"))
 
 

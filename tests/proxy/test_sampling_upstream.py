@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from clawpipe.actors.engines.pool import EnginePool
+from clawpipe.actors.proxy.engine_http import EngineClient
 from clawpipe.actors.proxy.listen import Listener, serving
-from clawpipe.actors.proxy.upstream import EngineSampler, Wanted, make_client
+from clawpipe.actors.proxy.upstream import EngineSampler, Wanted
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.observe import EventLog
@@ -89,7 +90,7 @@ async def served(engine: Engine, version: int | None = 3, **options: Any):
     listener = await Listener.open(sock, serving(engine), {}, 16)
     states = States(e=EngineState(name="e", url=url, version=version, healthy=True))
     config = ProxyConfig(**{"engine_wait_s": 10.0, **options})
-    async with EnginePool(states, config.engine_wait_s) as pool, make_client() as client:
+    async with EnginePool(states, config.engine_wait_s) as pool, EngineClient() as client:
         yield EngineSampler(pool, client, config, (1, 2), EventLog("proxy")), states
     listener.close()
 

@@ -32,7 +32,7 @@ from clawpipe.pipeline.runtime import Runtime
 CLIP_GRAD = 1.0
 LAST_LR_SCALE = 0.05  # what stage 2 ends with
 GATE_DEMONSTRATIONS = 64  # held-out ones that the gate looks at
-USUAL_CLEAN_STEPS = 220  # how long stage 1 takes with the default recipe; for the time left only
+USUAL_CLEAN_STEPS = 220  # how long stage 1 takes for agentloop alone; for the time left only
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,8 @@ class Trainer:
             if step % recipe.check_every_steps == 0:
                 probability = self.probability()
             detail = f"step {step}, loss {loss:.3f}, held-out probability {probability:.3f}"
-            progress.at(step, detail, max(USUAL_CLEAN_STEPS, step) + recipe.flawed_steps)
+            is_usual = step <= USUAL_CLEAN_STEPS
+            progress.at(step, detail, USUAL_CLEAN_STEPS + recipe.flawed_steps if is_usual else 0)  # 0: not known
             if probability >= recipe.gate_probability:
                 return step, probability
         raise LearnerError(

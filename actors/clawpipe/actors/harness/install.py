@@ -149,6 +149,7 @@ def install(kind: str, version: str = "") -> bool:
         _run_npm(staging, f"{_here(pin.package)}@{version or pin.version}")
         if not (staging / "node_modules" / _here(pin.program)).is_file():
             raise ConfigError(f"{kind}: npm installed it without its program {_here(pin.program)}; try again")
+        _start_once(kind, staging)
         _open_to_all(staging)
         _rename(staging, target)
     except OSError as error:
@@ -156,6 +157,15 @@ def install(kind: str, version: str = "") -> bool:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return True
+
+
+def _start_once(kind: str, staging: Path) -> None:
+    """Some programs finish their set-up at their first start, which must not be in a sandbox: it is read-only there."""
+    if _pin(kind).is_script:
+        install("node")
+    works, says = _try(kind, staging)
+    if not works:
+        raise ConfigError(f"{kind}: it is installed and does not start ({says}); try again, or another version")
 
 
 def _sweep(folder: Path) -> None:

@@ -19,7 +19,6 @@ from clawpipe.pipeline.config import (
     OpenCodeConfig,
     QwenCodeConfig,
 )
-from clawpipe.pipeline.errors import ConfigError
 
 
 def make_harness(config: HarnessConfig, model: ModelConfig) -> Harness:
@@ -37,5 +36,3 @@ def make_harness(config: HarnessConfig, model: ModelConfig) -> Harness:
             return OpenCode(config, model)
         case QwenCodeConfig():
             return QwenCode(config, model)
-        case _:
-            raise ConfigError(f"[[harness]] {config.name}: this kind has no adapter")

@@ -18,7 +18,7 @@ CONFIG_FILE = ".qwen/settings.json"
 MAIN_TOOL = "list_agents"
 NEVER_MS = 1_000_000_000  # of a request; the wall clock of the rollout comes first
 RESERVED = frozenset({"OPENAI_BASE_URL", "OPENAI_MODEL", "QWEN_MODEL", "QWEN_HOME"})
-# With its full compiler, node takes seconds and up to 2 GiB for the parser of shell commands (WebAssembly).
+# With its full compiler for WebAssembly, node takes seconds and 2 GiB for the parser of shell commands.
 _NODE_OPTIONS = ("--liftoff-only", "--expose-gc")
 _SETTINGS = {
     "OPENAI_API_KEY": "none",

@@ -8,9 +8,10 @@ from pathlib import Path
 import anyio
 
 from clawpipe.actors.engines.pool import EnginePool
+from clawpipe.actors.proxy.engine_http import EngineClient
 from clawpipe.actors.proxy.service import load_model, serve
 from clawpipe.actors.proxy.slots import listening
-from clawpipe.actors.proxy.upstream import EngineSampler, make_client
+from clawpipe.actors.proxy.upstream import EngineSampler
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.observe import EventLog
@@ -21,7 +22,7 @@ from clawpipe.pipeline.runtime import Runtime
 def main(config: Config, runtime: Runtime) -> None:
     """Entry point of the role. ClawpipeError when model folder, parser or socket cannot be used."""
     raise_file_limit()
-    anyio.run(_serve, config, runtime)
+    anyio.run(_serve, config, runtime, backend_options={"use_uvloop": True})  # a call is mostly sockets and tasks
 
 
 async def _serve(config: Config, runtime: Runtime) -> None:
@@ -34,7 +35,7 @@ async def _serve(config: Config, runtime: Runtime) -> None:
             async with (
                 Broker.of_run(runtime, config.nats) as broker,
                 EnginePool(broker, config.proxy.engine_wait_s) as pool,
-                make_client() as client,
+                EngineClient() as client,
             ):
                 sampler = EngineSampler(pool, client, config.proxy, renderer.stop_ids, log)
                 await serve(config, server, broker, sampler, renderer, parser, log)

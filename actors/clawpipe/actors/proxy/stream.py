@@ -1,8 +1,8 @@
 """Sends a call's answer, whole or as a stream of events, and keeps the connection alive until there is one.
 
 Streaming is buffered: the turn is sampled, parsed and recorded first, then goes out in the protocol's events.
-Meanwhile the client gets the headers at once and a sign of life every `keepalive_s`: for a stream the dialect's
-own, for a whole answer white space, which JSON allows in front of a value.
+Meanwhile the client of a stream gets the headers almost at once; later every client gets a sign of life every
+`keepalive_s`: for a stream the dialect's own, for a whole answer white space, which JSON allows in front of a value.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
+AT_ONCE_S = 0.02  # the head waits as long, so that sampling begins before it is sent, and may go out with the answer
+SHORT_BYTES = 16 * 1024  # the system's buffers take that at once, whether the client reads or not
 
 
 class Reply:
@@ -66,16 +68,18 @@ async def deliver(reply: Reply, dialect: Dialect, ask: Ask, call: Call, keepaliv
     An error that comes when the headers of a whole answer are out cannot be said any more: the response is left
     incomplete, and the server closes the connection, which clients take for a fault and try again.
     """
+    with anyio.move_on_after(AT_ONCE_S if ask.stream else keepalive_s):
+        await call.done.wait()
     if ask.stream:
-        await reply.begin(200, EVENTS)
         assert call.head is not None
-        if opening := dialect.opening(ask, call.head):
+        opening = dialect.opening(ask, call.head)
+        await reply.begin(200, EVENTS)
+        if not call.done.is_set():
             await reply.write(opening)
-        await _wait(reply, call, dialect.keepalive, keepalive_s)
-        await _send_events(reply, dialect, ask, call)
+            opening = b""
+            await _wait(reply, call, dialect.keepalive, keepalive_s)
+        await _send_events(reply, dialect, ask, call, opening)
     else:
-        with anyio.move_on_after(keepalive_s):
-            await call.done.wait()
         if not call.done.is_set():
             await reply.begin(200, JSON)
             await _wait(reply, call, b" ", keepalive_s)
@@ -89,13 +93,17 @@ async def _wait(reply: Reply, call: Call, sign_of_life: bytes, keepalive_s: floa
             await call.done.wait()
 
 
-async def _send_events(reply: Reply, dialect: Dialect, ask: Ask, call: Call) -> None:
+async def _send_events(reply: Reply, dialect: Dialect, ask: Ask, call: Call, opening: bytes) -> None:
+    """The last event of a long answer goes out when the client has read most of it, so that it is known to be there."""
     if isinstance(call.outcome, CallError):
-        await reply.end(dialect.error_event(call.outcome))
+        await reply.end(opening + dialect.error_event(call.outcome))
         return
     *events, last = _events(dialect, ask, call)
-    await reply.write(b"".join(events))
-    if await reply.end(last):
+    data = opening + b"".join(events)
+    if len(data) > SHORT_BYTES:
+        await reply.write(data)
+        data = b""
+    if await reply.end(data + last):
         call.deliver()
 
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 from msgspec import Struct
 
+from clawpipe.actors.proxy.engine_http import EngineClient, EngineReply, Numbers
 from clawpipe.pipeline.config import ProxyConfig
 from clawpipe.pipeline.errors import EngineError
 from clawpipe.pipeline.observe import EventLog
@@ -26,8 +27,6 @@ FIRST_RETRY_S = 0.1
 LAST_RETRY_S = 2.0
 CUT_GRACE_S = 5.0  # how long an engine may take to hand over the tokens of a call that is cut
 CUT_AGAIN_S = 0.25
-CONNECT_TIMEOUT_S = 5.0
-KEEPALIVE_S = 4.0  # vLLM closes idle connections after 5 s
 MISSING_LOGPROB = -9999.0  # what vLLM writes where it has no number
 
 
@@ -145,7 +144,7 @@ class EngineSampler:
     def __init__(
         self,
         pool: EnginePool,
-        client: httpx.AsyncClient,
+        client: EngineClient,
         config: ProxyConfig,
         stop_ids: Sequence[int],
         log: EventLog,
@@ -154,6 +153,7 @@ class EngineSampler:
         self._client = client
         self._config = config
         self._log = log
+        self._numbers = Numbers()
         # ignore_eos leaves `stop_token_ids` as the only end: nothing of the model's generation_config counts.
         self._sampling = {
             "temperature": config.temperature,
@@ -197,10 +197,10 @@ class EngineSampler:
         scope.cancel()
 
     async def _abort(self, job: _Job, url: str) -> None:
-        body = {"request_ids": [f"generate-tokens-{job.request_id}"]}
+        body = msgspec.json.encode({"request_ids": [f"generate-tokens-{job.request_id}"]})
         try:
-            await self._client.post(f"{url}/inference/v1/abort_requests", json=body)
-        except httpx.HTTPError as err:
+            await self._client.post(f"{url}/inference/v1/abort_requests", body)
+        except httpx.TransportError as err:
             self._log.warning("call could not be cut at its engine", call=job.call_id, error=repr(err))
 
     async def _until_sampled(self, job: _Job, cut: anyio.Event) -> Sampled:
@@ -208,7 +208,7 @@ class EngineSampler:
         while True:
             try:
                 return await self._try(job, cut)
-            except (httpx.HTTPError, _Unusable) as err:
+            except (httpx.TransportError, _Unusable) as err:
                 now = anyio.current_time()
                 failing_since = now if failing_since is None else failing_since
                 self._log.warning("call lost its engine", call=job.call_id, tries=job.tries, error=repr(err))
@@ -221,14 +221,10 @@ class EngineSampler:
             job.url, job.tries = engine.url, job.tries + 1
             job.request_id = f"{job.call_id}.t{job.tries}"
             try:
-                response = await self._client.post(
-                    f"{engine.url}/inference/v1/generate",
-                    content=self._body(job, engine.version),
-                    headers={"content-type": "application/json"},
-                )
+                reply = await self._client.post(f"{engine.url}/inference/v1/generate", self._body(job, engine.version))
             finally:
                 job.url = None
-        return _sampled(_choice(response), cut.is_set())
+        return _sampled(_choice(reply), cut.is_set())
 
     def _body(self, job: _Job, version: int) -> bytes:
         sampling = {**self._sampling, "max_tokens": job.wanted.max_tokens}
@@ -236,7 +232,7 @@ class EngineSampler:
             sampling |= {"stop": job.wanted.stop, "detokenize": True, "skip_special_tokens": False}
         body: dict[str, Any] = {
             "request_id": job.request_id,
-            "token_ids": job.wanted.prompt.tolist(),
+            "token_ids": msgspec.Raw(self._numbers.listed(job.wanted.prompt)),
             "sampling_params": sampling,
             "cache_salt": str(version),
             "stream": False,
@@ -244,20 +240,13 @@ class EngineSampler:
         return msgspec.json.encode(body)
 
 
-def make_client() -> httpx.AsyncClient:
-    """The HTTP client to the engines: a turn may take as long as it takes; a dead engine resets the connection."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=KEEPALIVE_S)
-    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-    return httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-
-
-def _choice(response: httpx.Response) -> _Choice:
-    if response.status_code >= 500:
-        raise _Unusable(f"status {response.status_code}: {response.text[:200]}")
-    if response.status_code != 200:
-        raise EngineError(f"{response.url}: refused a call with {response.status_code}: {response.text[:500]}")
+def _choice(reply: EngineReply) -> _Choice:
+    if reply.status >= 500:
+        raise _Unusable(f"status {reply.status}: {reply.body[:200]!r}")
+    if reply.status != 200:
+        raise EngineError(f"{reply.url}: refused a call with {reply.status}: {reply.body[:500]!r}")
     try:
-        return msgspec.json.decode(response.content, type=_Generated).choices[0]
+        return msgspec.json.decode(reply.body, type=_Generated).choices[0]
     except (msgspec.MsgspecError, IndexError) as err:
         raise _Unusable(f"an answer that is none of /inference/v1/generate: {err!r}") from err
 

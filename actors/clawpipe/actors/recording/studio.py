@@ -138,7 +138,7 @@ def _config(config: Config, harnesses: Sequence[HarnessConfig], tasks: Path) -> 
         nats=NatsConfig(),
         sandbox=replace(config.sandbox, slots=min(config.sandbox.slots, MAX_SLOTS)),
         # A script would break the same call again and again.
-        proxy=replace(config.proxy, max_completion_tokens=MAX_COMPLETION_TOKENS),
+        proxy=replace(config.proxy, max_completion_tokens=MAX_COMPLETION_TOKENS, on_malformed_tool_call="text"),
     )
 
 
