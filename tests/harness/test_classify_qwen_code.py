@@ -66,8 +66,3 @@ def test_a_subagent_has_not_all_tools_of_its_parent() -> None:
 def test_without_tools_only_what_follows_a_conversation_is_its_summary() -> None:
     assert classify(call("system", "user", "assistant", "tool", "user")) is Role.COMPACTION
     assert classify(call("system", "user")) is Role.UNKNOWN
-
-
-@pytest.mark.parametrize("body", [{}, {"messages": None}, {"messages": [None], "tools": [None, {"function": 1}]}])
-def test_a_body_of_any_shape_has_a_role(body: dict[str, Any]) -> None:
-    assert isinstance(classify(ModelCall(path="/v1/chat/completions", headers={}, body=body)), Role)

@@ -23,6 +23,7 @@ from harness import sandboxed
 KIND = "codex"
 AGENTS = "multi_agent_v1"
 TASK = sandboxed.task("Do it.")
+PROMPT = '-- copy "in.txt" $HOME\té\n' + "long " * 40_000 + " \n"  # more than an argument holds
 
 
 def harness(name: str = "policy", context_tokens: int = 65536, **config: Any) -> Codex:
@@ -32,8 +33,7 @@ def harness(name: str = "policy", context_tokens: int = 65536, **config: Any) ->
 
 
 def settings(launch: Any) -> dict[str, Any]:
-    (content,) = launch.home_files.values()
-    return tomllib.loads(content.decode())
+    return tomllib.loads(launch.home_files[".codex/config.toml"].decode())
 
 
 def test_the_program_is_told_where_its_model_is_and_how_much_it_takes() -> None:
@@ -52,15 +52,17 @@ def test_a_context_that_leaves_no_room_for_a_turn_is_refused() -> None:
         harness(context_tokens=8192)
 
 
-def test_a_prompt_is_no_option_and_comes_last() -> None:
-    argv = harness().launch(sandboxed.task("--version")).argv
-    assert argv[-2:] == ("--", "--version")
+def test_the_prompt_comes_on_standard_input_and_so_is_never_an_option() -> None:
+    launch = harness().launch(sandboxed.task("--version é"))
+    path = launch.argv[2].partition("<")[2].removeprefix("/home/agent/")
+    assert launch.home_files[path] == "--version é".encode()
+    assert not [word for word in launch.argv if "é" in word]
 
 
-@pytest.mark.parametrize("prompt", ["x" * 131_072, "a\0b", "", "-"])
-def test_a_prompt_that_is_no_argument_is_refused(prompt: str) -> None:
-    harness().launch(sandboxed.task("x" * 131_071))
-    with pytest.raises(TaskError, match="task t/1: Codex takes "):
+@pytest.mark.parametrize("prompt", ["x" * (1024**2 + 1), "a\0b", " \n"])
+def test_a_prompt_that_no_harness_takes_is_refused(prompt: str) -> None:
+    harness().launch(sandboxed.task("x" * 1024**2))
+    with pytest.raises(TaskError, match="task t/1: Codex takes a prompt of 1 to 1048576 bytes"):
         harness().launch(sandboxed.task(prompt))
 
 
@@ -122,14 +124,14 @@ def said(text: str) -> dict[str, Any]:
 @pytest.mark.harness
 def test_the_real_program_calls_a_tool_and_ends(tmp_path: Path) -> None:
     sandboxed.require(KIND)
-    given = sandboxed.task("-- copy in.txt", {"in.txt": b"content"})
+    given = sandboxed.task(PROMPT, {"in.txt": b"content"})
     writes = call("exec_command", {"cmd": "cat in.txt > out.txt && id -un && pwd"})
     ran = sandboxed.run(harness(), given, (response(writes), response(said("Done."))), tmp_path)
     assert ran.exit.code == 0, ran.exit.output
     assert ran.left.read("out.txt") == b"content"
     assert [one.body["model"] for one in ran.calls] == ["policy", "policy"]
     assert [harness().classify(one) for one in ran.calls] == [Role.MAIN, Role.MAIN]
-    assert "-- copy in.txt" in json.dumps(ran.calls[0].body["input"])
+    assert PROMPT in [part["text"] for item in ran.calls[0].body["input"] for part in item.get("content", [])]
     (result,) = [item for item in ran.calls[1].body["input"] if item["type"] == "function_call_output"]
     assert "agent\n/work" in result["output"]
 

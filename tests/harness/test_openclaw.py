@@ -95,9 +95,9 @@ def test_the_prompt_is_a_file_and_so_never_an_option() -> None:
     assert not [word for word in launch.argv if "é" in word]
 
 
-@pytest.mark.parametrize("prompt", ["x" * 131_072, "a\0b", " \n"])
+@pytest.mark.parametrize("prompt", ["x" * (1024**2 + 1), "a\0b", " \n"])
 def test_a_prompt_that_no_harness_takes_is_refused(prompt: str) -> None:
-    harness().launch(sandboxed.task("x" * 131_071))
+    harness().launch(sandboxed.task("x" * 1024**2))
     with pytest.raises(TaskError, match="task t/1: OpenClaw takes "):
         harness().launch(sandboxed.task(prompt))
 
@@ -131,6 +131,9 @@ def test_its_end_is_read_from_the_result_among_its_log_lines() -> None:
 def test_what_the_agent_itself_may_have_written_is_no_error_of_ours() -> None:
     deep = b'{\n"a":' + b"[" * 100_000
     assert harness().agent_error(0, deep) is None
+    failed = b'{\n"error": {"message": "first"}}\n'
+    assert harness().agent_error(0, failed + b"{\n" * 10) == "OpenClaw ended with an error: first"
+    assert harness().agent_error(0, failed + b"{\n" * 100_000) is None
     half = b'{\n"error": {"message": "half \\ud83d"}}\n'
     assert harness().agent_error(1, half) == "OpenClaw ended with an error: half ?"
 

@@ -23,11 +23,12 @@ SURPLUS = "Nothing more is to be done."
 
 @dataclass(frozen=True)
 class Say:
-    """One answer. `delay_s`: how long the engine takes; `unfinished`: its token limit ends the turn; `endless`: it is
-    never done and waits to be cut."""
+    """One answer. `delay_s`: how long the engine takes; `until`: from when so many calls of a role have been answered;
+    `unfinished`: its token limit ends the turn; `endless`: it is never done and waits to be cut."""
 
     text: str
     delay_s: float = 0.0
+    until: tuple[Role, int] | None = None
     unfinished: bool = False
     endless: bool = False
 
@@ -76,14 +77,32 @@ class ScriptedEngine:
         if not say.unfinished:
             ids = [*ids, self.renderer.end_of_turn_id]
         finish = FinishReason.LENGTH if say.unfinished else FinishReason.STOP
-        if say.endless or say.delay_s:
-            with anyio.move_on_after(None if say.endless else say.delay_s):
-                await cut.wait()
-                ids, finish = ids[:3], FinishReason.CUT
+        if await self._is_cut(say, cut):
+            ids, finish = ids[:3], FinishReason.CUT
         assert len(ids) <= wanted.max_tokens, f"{len(ids)} tokens scripted where {wanted.max_tokens} were allowed"
         sampled = self._sampled(ids, finish)
         self.said.append(Said(wanted.call_id, wanted.role, wanted.prompt.copy(), say.text, sampled))
         return sampled
+
+    async def _is_cut(self, say: Say, cut: anyio.Event) -> bool:
+        """Takes as long as the script wants; whether the call was cut before."""
+        if not (say.endless or say.delay_s or say.until):
+            return False
+        async with anyio.create_task_group() as group:
+            group.start_soon(self._pass_time, say, group.cancel_scope)
+            await cut.wait()
+            group.cancel_scope.cancel()
+            return True
+        return False
+
+    async def _pass_time(self, say: Say, waiting: anyio.CancelScope) -> None:
+        while say.endless or not self._is_time(say.until):  # noqa: ASYNC110  # an event per answer would be made for it
+            await anyio.sleep(0.02)
+        await anyio.sleep(say.delay_s)
+        waiting.cancel()
+
+    def _is_time(self, until: tuple[Role, int] | None) -> bool:
+        return until is None or sum(said.role is until[0] for said in self.said) >= until[1]
 
     def _line(self, wanted: Wanted) -> Say:
         number = self.asked[wanted.role]

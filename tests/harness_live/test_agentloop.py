@@ -6,7 +6,8 @@ import pytest
 
 from clawpipe.pipeline.config import AgentLoopConfig
 from clawpipe.pipeline.records import Role, Scored
-from harness_live.live import Errand, check_books, check_one_branch
+from harness_live.books import check_books, check_one_branch
+from harness_live.live import Errand
 from harness_live.scripted import call
 
 ERRAND = Errand("Count the rows.", {"rows.csv": b"a\nb\n"}, {"count.txt": "2"})

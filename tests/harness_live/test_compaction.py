@@ -10,7 +10,7 @@ import pytest
 
 from clawpipe.pipeline.records import Role, Scored
 from clawpipe.pipeline.segments import DropReason
-from harness_live.live import extends, table
+from harness_live.finished import extends, table
 from harness_live.tongues import DONE, ERRAND, SHORT, WRITE
 
 

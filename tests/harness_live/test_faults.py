@@ -9,10 +9,11 @@ import pytest
 
 from clawpipe.pipeline.records import Role, Scored
 from clawpipe.pipeline.segments import DropReason
+from harness_live.books import check_one_branch
 from harness_live.faults import Cut, Refuse
-from harness_live.live import Rollout, check_one_branch, table
+from harness_live.finished import Rollout, table
 from harness_live.scripted import Said
-from harness_live.tongues import ALL, DONE, ERRAND, SHORT, TONGUES, WRITE
+from harness_live.tongues import ALL, DONE, ERRAND, SHORT, WRITE
 
 # What a dialect sends when one finished call is out.
 CALL_IS_OUT = {
@@ -122,6 +123,3 @@ def begins(later: Said, earlier: Said, num_sampled: int) -> bool:
     """Whether the later prompt begins with the earlier one and that many of the tokens sampled after it."""
     part: Sequence[int] = np.concatenate((earlier.prompt, earlier.sampled.ids[:num_sampled]))
     return np.array_equal(later.prompt[: len(part)], part)
-
-
-assert set(CALL_IS_OUT) == set(TONGUES)

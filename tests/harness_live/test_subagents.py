@@ -9,7 +9,8 @@ import pytest
 from clawpipe.pipeline.config import ClaudeCodeConfig
 from clawpipe.pipeline.records import Role, Scored
 from clawpipe.pipeline.segments import DropReason
-from harness_live.live import check_one_branch, table
+from harness_live.books import check_one_branch
+from harness_live.finished import table
 from harness_live.scripted import Moment, Say, call
 from harness_live.tongues import DONE, ERRAND, IN_CI, TONGUES, WRITE
 
@@ -23,10 +24,10 @@ ABLE = [
 @pytest.mark.parametrize("kind", ABLE)
 def test_two_sub_agents_are_dropped_as_auxiliary_and_the_main_branch_is_kept_whole(live, kind, tongue) -> None:
     # Codex's sub-agents die with its main loop, and waiting for them ends with the first.
-    waits, slowly_s = ([_wait, _wait], 3.0) if kind == "codex" else ([], 0.0)
+    waits, until = ([_wait, _wait], (Role.SUBAGENT, 4)) if kind == "codex" else ([], None)
     agents = tongue.delegate("Look into rows.csv.") + "\n" + tongue.delegate("Look into it too.")
     script = {
-        Role.MAIN: ["I delegate.\n" + agents, *waits, Say(tongue.run(WRITE), slowly_s), DONE, DONE],
+        Role.MAIN: ["I delegate.\n" + agents, *waits, Say(tongue.run(WRITE), until=until), DONE, DONE],
         Role.SUBAGENT: [Say(tongue.read("rows.csv"), 0.3), Say(tongue.read("rows.csv"), 0.5), "Two rows.", "Two."],
     }
     rollout = live.run(tongue.config(), ERRAND, script)
@@ -41,7 +42,7 @@ def test_claude_codes_sub_agents_in_the_background_bring_the_main_loop_back(live
     tongue = TONGUES["claude_code"]
     script = {
         Role.MAIN: ["I delegate.\n" + tongue.delegate("Look into rows.csv."), tongue.run(WRITE), DONE, "Still two."],
-        Role.SUBAGENT: [Say(tongue.read("rows.csv"), 0.5), Say("Two rows.", 2.0)],
+        Role.SUBAGENT: [tongue.read("rows.csv"), Say("Two rows.", 0.5, until=(Role.MAIN, 3))],
     }
     rollout = live.run(ClaudeCodeConfig(background_tasks=True), ERRAND, script)
     assert rollout.outcome == Scored(reward=1.0, checks={"count.txt": 1.0}), rollout.output[-500:]

@@ -6,7 +6,8 @@ import pytest
 
 from clawpipe.pipeline.config import McpConfig
 from clawpipe.pipeline.records import Role, Scored
-from harness_live.live import check_one_branch, is_chain, table
+from harness_live.books import check_one_branch, is_chain
+from harness_live.finished import table
 from harness_live.scripted import Say, call
 from harness_live.tongues import ALL, DONE, ERRAND, QUICK, SHORT, WRITE
 
@@ -73,7 +74,7 @@ def test_an_engine_that_takes_longer_than_the_keepalive_is_waited_for(live, tong
 @pytest.mark.parametrize("kind", ALL)
 def test_the_wall_clock_cuts_the_call_in_flight_and_lists_it_so(live, kind, tongue) -> None:
     script = {Role.MAIN: [tongue.run(WRITE), Say("Never said to the end.", endless=True)]}
-    rollout = live.run(tongue.config(), ERRAND, script, wall_clock_s=20.0 if kind in QUICK else 45.0)
+    rollout = live.run(tongue.config(), ERRAND, script, wall_clock_s=30.0 if kind in QUICK else 90.0)
     assert type(rollout.outcome).__name__ == "TimedOut"
     assert rollout.reward == 1.0
     first, last = rollout.main

@@ -94,8 +94,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The event loop of the role `proxy`."""
+    return "asyncio", {"use_uvloop": True}
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,7 @@ async def test_connections_over_the_limit_are_closed_and_the_other_rollout_is_se
         await anyio.sleep(0.3)
         more = [socket.create_connection(address, timeout=5) for _ in range(20)]
         assert await is_served(other, sampler)
+        await anyio.sleep(0.3)
         for sock in more:
             with suppress(ConnectionResetError):
                 assert sock.recv(1) == b""

@@ -212,8 +212,8 @@ async def test_refused_requests_leave_nothing_behind(renderer, parser, sampler):
         tracemalloc.start()
         try:
             for number in range(10):
+                foreign = {"role": "assistant", "content": f"{number} " + " " * 200_000}
                 with pytest.raises(CallError):
-                    foreign = {"role": "assistant", "content": f"{number} " + " " * 200_000}
                     await talk.ask(USER, foreign, long(1000 + number))
             gc.collect()
             kept, _ = tracemalloc.get_traced_memory()

@@ -10,9 +10,12 @@ import anyio
 import pytest
 from conversation import USER, conversation, result
 
+from clawpipe.actors.proxy.dialects.chat import Chat
 from clawpipe.actors.proxy.encoder import Encoder
-from clawpipe.actors.proxy.identity import Session
+from clawpipe.actors.proxy.identity import Call, Session
 from clawpipe.actors.proxy.listen import Listener, serving
+from clawpipe.actors.proxy.messages import Answer, Head, Turn
+from clawpipe.actors.proxy.stream import Reply, deliver
 from clawpipe.pipeline.records import Role
 
 pytestmark = pytest.mark.anyio
@@ -131,3 +134,22 @@ async def test_a_rollout_that_waits_takes_a_few_kilobytes():
         for _, listener in kept:
             listener.close()
     assert (after - before) / 50 < 20_000
+
+
+@pytest.mark.parametrize(("words", "parts"), [(10, 1), (10_000, 2)])
+async def test_a_short_answer_that_comes_at_once_goes_out_in_one_and_the_end_of_a_long_one_alone(words, parts):
+    sent = []
+
+    async def send(message) -> None:
+        sent.append(message)
+
+    ask = Chat().read({"model": "m", "messages": [USER], "stream": True})
+    call = Call("digest")
+    call.head = Head(id="a", prompt_tokens=1, created_s=0.0)
+    call.finish(Answer(head=call.head, turn=Turn(text="word " * words), completion_tokens=1))
+    await deliver(Reply(send, anyio.Event()), Chat(), ask, call, 5.0)
+    start, *body = sent
+    assert start["status"] == 200
+    assert len(body) == parts
+    assert body[-1]["body"].endswith(b"data: [DONE]\n\n")
+    assert call.delivered_s is not None

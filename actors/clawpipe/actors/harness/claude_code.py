@@ -6,16 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from clawpipe.actors.harness import install, mcp
+from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
-from clawpipe.actors.harness.launching import (
-    environment,
-    error_text,
-    events,
-    last_words,
-    prompt_argument,
-    require_room,
-)
+from clawpipe.actors.harness.launching import environment, error_text, events, last_words, require_room
+from clawpipe.actors.harness.request import objects
 from clawpipe.actors.sandbox.bubblewrap import HOME
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ClaudeCodeConfig, ModelConfig
@@ -64,20 +58,23 @@ class ClaudeCode:
         return self._config.port
 
     def launch(self, task: Task) -> Launch:
-        """The program with the task's prompt as its last argument."""
+        """The program with the prompt on standard input."""
         servers, binds = mcp.servers(self._config.mcp, task)
         options = ["--bare"] if self._config.bare else []
+        command = (
+            *install.command(KIND),
+            *("-p", "--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions", *options),
+            *("--model", self._model.name, "--strict-mcp-config", "--mcp-config", f"{HOME}/{MCP_FILE}"),
+        )
         return Launch(
-            argv=(
-                *install.command(KIND),
-                *("-p", "--output-format", "stream-json", "--verbose", "--dangerously-skip-permissions", *options),
-                *("--model", self._model.name, "--strict-mcp-config", "--mcp-config", f"{HOME}/{MCP_FILE}"),
-                *("--", prompt_argument(task, "Claude Code")),
-            ),
+            argv=prompt_file.from_standard_input(command),
             port=self.port,
             env=self._env,
             binds={**install.programs(KIND, self._config.version), **binds},
-            home_files={MCP_FILE: json.dumps({"mcpServers": _mcp_servers(servers)}).encode()},
+            home_files={
+                **prompt_file.prompt_file(task, "Claude Code"),
+                MCP_FILE: json.dumps({"mcpServers": _mcp_servers(servers)}).encode(),
+            },
         )
 
     def _own_env(self) -> dict[str, str]:
@@ -106,11 +103,11 @@ class ClaudeCode:
             return Role.UNKNOWN
         if AGENT_HEADER in call.headers:
             return Role.SUBAGENT
-        if not any(_is_own(tool) for tool in call.body.get("tools") or []):
+        if not any(_is_own(tool) for tool in objects(call.body.get("tools"))):
             return Role.UNKNOWN
-        messages = call.body.get("messages") or []
+        messages = objects(call.body.get("messages"))
         marked = [index for index, message in enumerate(messages) if _is_marked(message)]
-        asked = [index for index, message in enumerate(messages) if message["role"] == "user"]
+        asked = [index for index, message in enumerate(messages) if message.get("role") == "user"]
         return Role.COMPACTION if marked and marked[-1] < max(asked, default=0) else Role.MAIN
 
     def agent_error(self, exit_code: int, output: bytes) -> str | None:
@@ -124,26 +121,17 @@ class ClaudeCode:
 
 
 def _mcp_servers(servers: Sequence[McpServer]) -> dict[str, Any]:
-    return {
-        server.name: {
-            "type": "stdio",
-            "command": server.command[0],
-            "args": list(server.command[1:]),
-            "env": dict(server.env),
-        }
-        for server in servers
-    }
+    return {server.name: {"type": "stdio", **mcp.started(server)} for server in servers}
 
 
-def _is_own(tool: Any) -> bool:
+def _is_own(tool: dict[str, Any]) -> bool:
     """Whether the program runs the tool itself: those that its provider would run have a type of their own."""
-    return isinstance(tool, dict) and tool.get("type") in (None, "custom")
+    return tool.get("type") in (None, "custom")
 
 
-def _is_marked(message: Any) -> bool:
+def _is_marked(message: dict[str, Any]) -> bool:
     """Whether one of its blocks carries a cache mark."""
-    content = message["content"]
-    return isinstance(content, list) and any(isinstance(block, dict) and "cache_control" in block for block in content)
+    return any("cache_control" in block for block in objects(message.get("content")))
 
 
 def _reason(result: dict[str, Any]) -> str:

@@ -6,19 +6,11 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from clawpipe.actors.harness import install, mcp
+from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
-from clawpipe.actors.harness.launching import (
-    environment,
-    error_text,
-    events,
-    last_words,
-    prompt_argument,
-    require_room,
-)
+from clawpipe.actors.harness.launching import environment, error_text, events, last_words, require_room
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import CodexConfig, ModelConfig
-from clawpipe.pipeline.errors import TaskError
 from clawpipe.pipeline.records import Role
 
 KIND = "codex"
@@ -51,21 +43,15 @@ class Codex:
         return self._config.port
 
     def launch(self, task: Task) -> Launch:
-        """The program with the task's prompt as its last argument."""
+        """The program with the prompt on standard input, for which `-` stands."""
         servers, binds = mcp.servers(self._config.mcp, task)
-        prompt = prompt_argument(task, "Codex")
-        if prompt == "-":
-            raise TaskError(f"task {task.task_id}: Codex takes the prompt '-' for its standard input; write another")
+        options = ("--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox")
         return Launch(
-            argv=(
-                *install.command(KIND),
-                *("exec", "--skip-git-repo-check", "--json", "--dangerously-bypass-approvals-and-sandbox"),
-                *("--", prompt),
-            ),
+            argv=prompt_file.from_standard_input((*install.command(KIND), "exec", *options, "-")),
             port=self.port,
             env=self._env,
             binds={**install.programs(KIND, self._config.version), **binds},
-            home_files={SETTINGS_FILE: self._settings(servers).encode()},
+            home_files={**prompt_file.prompt_file(task, "Codex"), SETTINGS_FILE: self._settings(servers).encode()},
         )
 
     def _settings(self, servers: Sequence[McpServer]) -> str:
@@ -123,13 +109,7 @@ class Codex:
 
 def _mcp_server(server: McpServer) -> dict[str, Any]:
     """`required`: without it the first request can go out before the server's tools are known."""
-    return {
-        "command": server.command[0],
-        "args": list(server.command[1:]),
-        "env": dict(server.env),
-        "required": True,
-        "startup_timeout_sec": MCP_STARTUP_TIMEOUT_S,
-    }
+    return {**mcp.started(server), "required": True, "startup_timeout_sec": MCP_STARTUP_TIMEOUT_S}
 
 
 def _lines(table: Mapping[str, Any]) -> Iterable[str]:

@@ -1,4 +1,4 @@
-"""What adapters of installed programs share: the prompt as an argument, the environment, how errors are told."""
+"""What adapters of installed programs share: the environment, the room in the context, how errors are told."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from clawpipe.actors.tasks.task import Task
 from clawpipe.pipeline.config import ModelConfig
-from clawpipe.pipeline.errors import ConfigError, TaskError
+from clawpipe.pipeline.errors import ConfigError
 
-MAX_PROMPT_BYTES = 128 * 1024 - 1  # what Linux takes as one argument (MAX_ARG_STRLEN)
 MAX_MESSAGE_CHARS = 500
-
-
-def prompt_argument(task: Task, kind: str) -> str:
-    """The task's prompt. TaskError when it cannot be one argument of a program."""
-    size = len(task.prompt.encode("utf-8", "surrogatepass"))
-    if size > MAX_PROMPT_BYTES or "\0" in task.prompt or not task.prompt.strip():
-        raise TaskError(
-            f"task {task.task_id}: {kind} takes a prompt of 1 to {MAX_PROMPT_BYTES} bytes, not blank and without NUL, "
-            f"this one has {size}; put long text into a file of the task"
-        )
-    return task.prompt
 
 
 def environment(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from clawpipe.actors.harness import mcp_folder
 from clawpipe.actors.sandbox.rootfs import find_python
@@ -31,6 +32,11 @@ def servers(configured: Sequence[McpConfig], task: Task) -> tuple[tuple[McpServe
     if binds:
         binds[mcp_folder.INSIDE] = str(mcp_folder.folder())
     return (*map(_server, configured), *task.mcp), binds
+
+
+def started(server: McpServer) -> dict[str, Any]:
+    """How most programs want to be told of it in their configuration."""
+    return {"command": server.command[0], "args": list(server.command[1:]), "env": dict(server.env)}
 
 
 def of(entry: HarnessConfig) -> tuple[McpConfig, ...]:

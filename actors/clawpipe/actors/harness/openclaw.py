@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
 from clawpipe.actors.harness.launching import environment, error_text, last_words, require_room
+from clawpipe.actors.harness.request import objects, tool_names
 from clawpipe.actors.sandbox.bubblewrap import HOME, WORKSPACE
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ModelConfig, OpenClawConfig
@@ -22,6 +24,7 @@ SUBAGENT_MARK = "session=agent:main:subagent:"
 FLUSH_TOOLS = frozenset({"read", "write"})  # what a memory flush keeps of the tools that work on files
 WORK_TOOLS = frozenset({"edit", "exec"})
 MCP_TOOLS = "bundle-mcp"  # its name for the tools of all MCP servers
+MAX_STARTS = 100  # of a result, that are looked at: the agent may write thousands, and each takes time
 RESERVED = frozenset({"OPENCLAW_CONFIG_PATH", "OPENCLAW_STATE_DIR", "OPENCLAW_HOME"})
 # A start and a shell command take 440 MiB with them and twice as much without: a short young generation, and the quick
 # compiler alone for WebAssembly, which the parser of shell commands is.
@@ -91,7 +94,7 @@ class OpenClaw:
                 "toolSearch": False,
                 "exec": {"applyPatch": {"enabled": "apply_patch" in allowed}},
             },
-            "mcp": {"servers": {server.name: _mcp_server(server) for server in servers}},
+            "mcp": {"servers": {server.name: mcp.started(server) for server in servers}},
             "plugins": {"enabled": False},
             "session": {"maintenance": {"mode": "warn", "maxDiskBytes": 0}},  # else workers tidy an empty store
             "logging": {"audit": {"enabled": False}},
@@ -119,7 +122,7 @@ class OpenClaw:
 
     def classify(self, call: ModelCall) -> Role:
         """Without tools it is a summary, or, with no system prompt either, a last try for an answer in words."""
-        tools = _tool_names(call.body)
+        tools = tool_names(call.body)
         if not tools:
             return Role.COMPACTION if _has_system(call.body) else Role.NUDGE
         if any(SUBAGENT_MARK in text for text in _opening_texts(call.body)):
@@ -139,17 +142,6 @@ class OpenClaw:
         return None
 
 
-def _mcp_server(server: McpServer) -> dict[str, Any]:
-    return {"command": server.command[0], "args": list(server.command[1:]), "env": dict(server.env)}
-
-
-def _tool_names(body: Mapping[str, Any]) -> set[str]:
-    """Of any of its three protocols."""
-    tools = [tool for tool in body.get("tools") or [] if isinstance(tool, dict)]
-    functions = [tool["function"] if isinstance(tool.get("function"), dict) else tool for tool in tools]
-    return {str(function.get("name")) for function in functions}
-
-
 def _has_system(body: Mapping[str, Any]) -> bool:
     if body.get("system") or body.get("instructions"):
         return True
@@ -166,26 +158,24 @@ def _opening_texts(body: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    found = body.get("messages") or body.get("input") or []
-    return [message for message in found if isinstance(message, dict)] if isinstance(found, list) else []
+    return objects(body.get("messages") or body.get("input"))
 
 
 def _texts(content: Any) -> Iterator[str]:
-    for block in [content] if isinstance(content, str) else content or []:
+    for block in content if isinstance(content, list) else [content]:
         text = block.get("text") if isinstance(block, dict) else block
         if isinstance(text, str):
             yield text
 
 
 def _result(output: bytes) -> dict[str, Any]:
-    """The JSON object that starts on a line of its own, near the end; log lines may stand before and after it."""
+    """The last JSON object that starts on a line of its own; log lines may stand before and after it."""
     text = output.decode("utf-8", "replace")
-    at = len(text)
-    while (at := text.rfind("{\n", 0, at)) >= 0:
-        if at == 0 or text[at - 1] == "\n":
-            try:
-                found, _ = json.JSONDecoder().raw_decode(text, at)
-            except (ValueError, RecursionError):
-                continue
-            return found if isinstance(found, dict) else {}
+    starts = [match.start() for match in re.finditer(r"^\{$", text, re.MULTILINE)]
+    for start in reversed(starts[-MAX_STARTS:]):
+        try:
+            found: dict[str, Any] = json.JSONDecoder().raw_decode(text, start)[0]
+        except (ValueError, RecursionError):
+            continue
+        return found
     return {}

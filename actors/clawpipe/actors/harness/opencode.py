@@ -9,6 +9,7 @@ from typing import Any
 from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
 from clawpipe.actors.harness.launching import environment, error_text, events, last_words, require_room
+from clawpipe.actors.harness.request import objects
 from clawpipe.actors.sandbox.bubblewrap import HOME
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ModelConfig, OpenCodeConfig
@@ -87,7 +88,7 @@ class OpenCode:
     def classify(self, call: ModelCall) -> Role:
         """Without tools it is a title for what the user asked, or a summary of what was said since."""
         if not call.body.get("tools"):
-            roles = [message.get("role") for message in call.body.get("messages") or [] if isinstance(message, dict)]
+            roles = [message.get("role") for message in objects(call.body.get("messages"))]
             return Role.TITLE if roles.count("user") > 1 else Role.COMPACTION
         return Role.SUBAGENT if PARENT_HEADER in call.headers else Role.MAIN
 

@@ -9,6 +9,7 @@ from typing import Any
 from clawpipe.actors.harness import install, mcp, prompt_file
 from clawpipe.actors.harness.base import Launch, ModelCall
 from clawpipe.actors.harness.launching import environment, error_text, events, last_words, require_room
+from clawpipe.actors.harness.request import objects, tool_names
 from clawpipe.actors.tasks.task import McpServer, Task
 from clawpipe.pipeline.config import ModelConfig, QwenCodeConfig
 from clawpipe.pipeline.records import Role
@@ -72,7 +73,7 @@ class QwenCode:
         return {
             "security": {"auth": {"selectedType": "openai"}},
             "model": {"name": self._model.name, "generationConfig": generation},
-            "mcpServers": {server.name: _mcp_server(server) for server in servers},
+            "mcpServers": {server.name: {**mcp.started(server), "trust": True} for server in servers},
             "general": {"enableAutoUpdate": False, "disableAutoUpdate": True},
             "privacy": {"usageStatisticsEnabled": False},
             "telemetry": {"enabled": False},
@@ -83,11 +84,10 @@ class QwenCode:
 
     def classify(self, call: ModelCall) -> Role:
         """Sub-agents lack the tool that looks after them; without any tool it is a summary of what was said."""
-        tools = _tool_names(call)
+        tools = tool_names(call.body)
         if tools:
             return Role.MAIN if MAIN_TOOL in tools else Role.SUBAGENT
-        messages = call.body.get("messages") or []
-        said = any(isinstance(message, dict) and message.get("role") == "assistant" for message in messages)
+        said = any(message.get("role") == "assistant" for message in objects(call.body.get("messages")))
         return Role.COMPACTION if said else Role.UNKNOWN
 
     def agent_error(self, exit_code: int, output: bytes) -> str | None:
@@ -98,15 +98,6 @@ class QwenCode:
         if exit_code:
             return f"Qwen Code ended with exit code {exit_code}: {last_words(output)}"
         return None
-
-
-def _mcp_server(server: McpServer) -> dict[str, Any]:
-    return {"command": server.command[0], "args": list(server.command[1:]), "env": dict(server.env), "trust": True}
-
-
-def _tool_names(call: ModelCall) -> set[str]:
-    functions = [tool.get("function") for tool in call.body.get("tools") or [] if isinstance(tool, dict)]
-    return {str(function.get("name")) for function in functions if isinstance(function, dict)}
 
 
 def _reason(result: dict[str, Any]) -> str:

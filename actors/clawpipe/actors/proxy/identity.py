@@ -7,6 +7,7 @@ not change any more.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -51,20 +52,20 @@ class Call:
     def finish(self, outcome: Answer | CallError) -> None:
         """Wakes everybody who waits for the outcome."""
         self.outcome = outcome
-        self.finished_s = anyio.current_time()
+        self.finished_s = time.monotonic()
         self.prepared.set()
         self.done.set()
 
     def deliver(self) -> None:
         """A client has the answer."""
         if self.delivered_s is None:
-            self.delivered_s = anyio.current_time()
+            self.delivered_s = time.monotonic()
 
     def answers_again(self, window_s: float) -> bool:
         """Whether it has not failed, and is in flight or finished `window_s` ago at most."""
         if isinstance(self.outcome, CallError):
             return False
-        return self.outcome is None or anyio.current_time() - self.finished_s <= window_s
+        return self.outcome is None or time.monotonic() - self.finished_s <= window_s
 
 
 class Session:
@@ -116,7 +117,7 @@ class Session:
 
     def begin(self, digest: str) -> Call:
         """A new call, from now on found by requests that repeat it."""
-        call, self._newest_s = Call(digest), anyio.current_time()
+        call, self._newest_s = Call(digest), time.monotonic()
         self._calls.append(call)
         self._latest[digest] = call
         return call

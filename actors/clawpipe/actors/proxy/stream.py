@@ -21,8 +21,8 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 
 JSON = b"application/json"
 EVENTS = b"text/event-stream; charset=utf-8"
-AT_ONCE_S = 0.02  # the head waits as long, so that sampling begins before it is sent, and may go out with the answer
-SHORT_BYTES = 16 * 1024  # the system's buffers take that at once, whether the client reads or not
+AT_ONCE_S = 0.005  # the head waits as long: the engine has the call by then, and samples while the head is sent
+SHORT_BYTES = 48 * 1024  # the transport takes as much at once, whether the client reads or not
 
 
 class Reply:
@@ -75,7 +75,8 @@ async def deliver(reply: Reply, dialect: Dialect, ask: Ask, call: Call, keepaliv
         opening = dialect.opening(ask, call.head)
         await reply.begin(200, EVENTS)
         if not call.done.is_set():
-            await reply.write(opening)
+            if opening:
+                await reply.write(opening)
             opening = b""
             await _wait(reply, call, dialect.keepalive, keepalive_s)
         await _send_events(reply, dialect, ask, call, opening)
