@@ -1,7 +1,8 @@
-"""Fixtures shared by all rooms: a real nats-server."""
+"""Fixtures shared by all rooms: a real nats-server, and a log that every test finds untouched."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import subprocess
 import time
@@ -16,6 +17,13 @@ from clawpipe.pipeline.processes import free_port
 
 pytest_plugins = ["engine_fixture"]
 TOKEN = "test-token"
+
+
+@pytest.fixture(autouse=True)
+def _a_log_of_nobody() -> None:
+    """A role that ran in this process has taken the log for itself."""
+    log = logging.getLogger("clawpipe")
+    log.propagate, log.level, log.handlers = True, logging.NOTSET, []
 
 
 @dataclass
