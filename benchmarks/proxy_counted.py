@@ -49,18 +49,18 @@ class _Counting:
 
     def __init__(self, tokenizer: Any, count: int) -> None:
         self.backend_tokenizer = self
-        self._encode = tokenizer.backend_tokenizer.encode
+        self._encode_batch = tokenizer.backend_tokenizer.encode_batch_fast
         self._count = count
         self._total = 0
         self._lock = threading.Lock()
 
-    def encode(self, text: str, **options: Any) -> Any:
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
         """What the tokenizer says."""
-        encoding = self._encode(text, **options)
+        encodings = self._encode_batch(texts, **options)
         with self._lock:  # long texts are encoded in threads
-            self._total += len(encoding.ids)
+            self._total += sum(len(encoding.ids) for encoding in encodings)
             os.pwrite(self._count, struct.pack("q", self._total), 0)
-        return encoding
+        return encodings
 
 
 if __name__ == "__main__":

@@ -50,6 +50,30 @@ def written(tmp_path: Path, text: str) -> Path:
             "[[harness]]\nkind = 'codex'\n[[harness.mcp]]\nname = 'a'",
             r"harness\[1\]\.mcp\[0\]: set exactly one of `command` and `documents` for the server 'a'",
         ),
+        (
+            "[[harness]]\nkind = 'codex'\n[[harness.mcp]]\nname = 'a'\ncommand = ['']",
+            r"harness\[1\]\.mcp\[0\]: the `command` of the server 'a' is empty; begin it with a program",
+        ),
+        ("[[harness]]\nkind = 'codex'\nport = 0", r"harness\[1\]\.port: expected `int` >= 1"),
+        ("[[harness]]\nname = 'b'\nkind = 'agentloop'\nport = 0", r"harness\[1\]\.port: expected `int` >= 1"),
+        ("[[harness]]\nkind = 'codex'\nenv = {'A=B' = 'c'}", r"a key of harness\[1\]\.env: expected `str` matching"),
+        ("[[harness]]\nkind = 'codex'\nenv = {\"A\\n\" = 'c'}", r"a key of harness\[1\]\.env: expected"),
+        (
+            "[[harness]]\nkind = 'codex'\n[[harness.mcp]]\nname = 'a'\ncommand = ['x']\nenv = {1A = 'c'}",
+            r"a key of harness\[1\]\.mcp\[0\]\.env: expected `str` matching",
+        ),
+        (
+            "[[harness]]\nkind = 'aider'",
+            r"harness\[1\]\.kind: invalid value 'aider'; write one of agentloop, claude_code, codex, openclaw, "
+            r"opencode, qwen_code$",
+        ),
+        ("[[harness]]\nname = 'b'", r"key `kind` is missing in harness\[1\]; add it: one of agentloop, claude_code"),
+        ("[learner]\ndtype = 'int8'", r"learner\.dtype: invalid enum value 'int8'; write one of bfloat16, float32$"),
+        (
+            "[[harness]]\nkind = 'openclaw'\napi = 'x'",
+            r"harness\[1\]\.api: .* 'x'; write one of anthropic-messages, op",
+        ),
+        ("[algorithm]\nkind = 'dpo'", r"algorithm\.kind: invalid value 'dpo'; write one of grpo, ppo$"),
     ],
 )
 def test_a_wrong_key_is_one_line_that_names_it(tmp_path, addition, message):

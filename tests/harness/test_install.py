@@ -29,6 +29,7 @@ CLAWPIPE = Path(sysconfig.get_path("scripts"), "clawpipe")
 QWEN, NODE = "@qwen-code/qwen-code", install.NODE.package.format(arch="x64")
 VERSION = install.PINS["qwen_code"].version
 SCRIPT = "cli-entry.js"
+QWEN_PROGRAM = f"node_modules/{QWEN}/{SCRIPT}"
 # Stands in for node: says the version of itself, and of the script that it is given.
 FAKE_NODE = '#!/bin/sh\n[ -f "$1" ] && { cat "$1"; exit; }\necho v0\n'
 
@@ -174,6 +175,21 @@ def test_another_version_is_another_folder(registry: Registry, tmp_path: Path) -
     assert "install qwen_code@8.0.0`" in (install.missing("qwen_code", "8.0.0") or "")
 
 
+@pytest.mark.parametrize("lost", ["node", "qwen_code"])
+def test_a_folder_that_has_lost_its_program_is_replaced(registry: Registry, tmp_path: Path, lost: str) -> None:
+    install.install("qwen_code")
+    binds = install.programs("qwen_code")
+    files = {"node": Path(binds["/opt/node"], "bin/node"), "qwen_code": Path(binds["/opt/qwen_code"], QWEN_PROGRAM)}
+    files[lost].unlink()
+    (files[lost].parent / "left.txt").touch()
+    done = clawpipe("install", "qwen_code")
+    assert f"{lost} {install._pin(lost).version}: installed" in done.stdout.splitlines()
+    assert files[lost].is_file()
+    assert not (files[lost].parent / "left.txt").exists()
+    there = sorted(path.name for path in (tmp_path / "cache" / "harness").iterdir())
+    assert there == [f"node-{install.NODE.version}", f"qwen_code-{VERSION}"]
+
+
 def test_a_package_without_its_program_is_not_taken(registry: Registry, tmp_path: Path) -> None:
     """Its binaries are optional packages of npm's, which it leaves out without a word when it cannot get them."""
     registry.add(QWEN, VERSION, {"readme.md": ""})
@@ -248,6 +264,36 @@ def test_a_version_that_is_not_there_is_said_on_one_line(registry: Registry) -> 
 def test_without_npm_it_says_what_to_install(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert_refused(clawpipe("install", "qwen_code"), "npm is not on PATH; install Node.js")
+
+
+def within(*mounts: str) -> subprocess.CompletedProcess[str]:
+    """`harness install qwen_code` with other mounts than this machine's."""
+    command = ["bwrap", "--dev-bind", "/", "/", *mounts, str(CLAWPIPE), "harness", "install", "qwen_code"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_a_full_disk_is_not_taken_for_the_network(registry: Registry, tmp_path: Path) -> None:
+    registry.add(NODE, install.NODE.version, {"bin/node": FAKE_NODE, "large": os.urandom(2**19).hex()})
+    done = within("--size", str(2**18), "--tmpfs", str(tmp_path / "cache"))
+    assert_refused(done, "ENOSPC", f"the disk is full: make room in {tmp_path}/cache/harness, or set CLAWPIPE_CACHE")
+    assert "check the network" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
+def test_a_cache_that_cannot_be_written_is_said_with_the_way_out(registry: Registry, tmp_path: Path) -> None:
+    (tmp_path / "cache").mkdir()
+    done = within("--ro-bind", str(tmp_path / "cache"), str(tmp_path / "cache"))
+    assert_refused(done, "cannot be written into", "Read-only file system", "or set CLAWPIPE_CACHE to another folder")
+
+
+@pytest.mark.parametrize("version", ["latest", ""])
+def test_a_version_that_is_none_is_refused_before_anything_is_installed(
+    registry: Registry, tmp_path: Path, version: str
+) -> None:
+    assert_refused(clawpipe("install", f"codex@{version}"), f"version {version!r} is no exact version")
+    assert not (tmp_path / "cache").exists()
+    assert registry.asked == []
 
 
 def test_names_and_versions_that_are_none_are_refused() -> None:

@@ -22,6 +22,9 @@ from clawpipe.pipeline.config import (
     HarnessConfig,
     McpConfig,
     ModelConfig,
+    OpenClawConfig,
+    OpenCodeConfig,
+    SandboxConfig,
     TinyModelConfig,
 )
 
@@ -41,6 +44,17 @@ def gym(tmp_path: Path, text: str) -> ClawGymTasksConfig:
 def row(prompt: str) -> str:
     files = [{"file_path": "reward/check.py", "content": ""}]
     return json.dumps({"prompt": prompt, "hook_code": "python3 reward/check.py /w", "input_files": files}) + "\n"
+
+
+def put_in_place(kind: str, version: str = "") -> dict[str, Path]:
+    """Files where the programs would be, in the cache of this test: the program's own, and node's."""
+    binds = install.programs(kind, version)
+    inside = {kind: install.command(kind)[-1], "node": "/opt/node/bin/node"}
+    files = {name: Path(binds[f"/opt/{name}"], Path(path).relative_to(f"/opt/{name}")) for name, path in inside.items()}
+    for file in files.values():
+        file.parent.mkdir(parents=True)
+        file.touch()
+    return files
 
 
 def test_the_quickstart_has_no_problem_and_its_tasks_are_named() -> None:
@@ -81,11 +95,41 @@ def test_a_program_that_is_not_installed_is_a_problem_unless_offline(
     assert node.startswith(f"[[harness]] cc: {tmp_path}/harness/node-")
     assert node.endswith("is not installed; run `clawpipe harness install claude_code`")
     assert codex.endswith("run `clawpipe harness install codex@7.0.0`")
-    for folder in install.programs("codex", "7.0.0").values():
-        Path(folder).mkdir(parents=True)
+    put_in_place("codex", "7.0.0")
     (problem,) = check(asked, offline=False).problems
     assert problem.startswith(f"[[harness]] cc: {tmp_path}/harness/claude_code-")
     assert check(asked, offline=True).problems == ()
+
+
+@pytest.mark.parametrize("lost", ["codex", "node"])
+def test_a_folder_that_has_lost_its_program_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path))
+    files = put_in_place("codex")
+    assert check(config(entries=(CodexConfig(),)), offline=False).problems == ()
+    files[lost].unlink()
+    (problem,) = check(config(entries=(CodexConfig(),)), offline=False).problems
+    assert problem.startswith(f"[[harness]] codex: {tmp_path}/harness/{lost}-")
+    assert problem.endswith("has lost its program; run `clawpipe harness install codex`")
+
+
+def test_a_sandbox_in_which_a_program_cannot_live_is_a_problem() -> None:
+    asked = config(entries=(OpenClawConfig(), OpenCodeConfig(name="oc"), AgentLoopConfig()))
+    asked = msgspec.structs.replace(asked, sandbox=SandboxConfig(memory_bytes=512 * 1024**2))
+    (problem,) = check(asked, offline=True).problems
+    assert problem.startswith("[[harness]] oc: [sandbox] memory_bytes = 536870912 is too little for opencode")
+    assert problem.endswith("set it to 805306368 or more")
+
+
+@pytest.mark.filterwarnings("ignore")  # importing vLLM and torch warns
+@pytest.mark.parametrize("key", ["tool_parser", "reasoning_parser"])
+def test_a_parser_that_vllm_does_not_know_is_a_problem_of_the_tiny_model_too(key: str) -> None:
+    right = {"tool_parser": "qwen3_coder", "reasoning_parser": "qwen3"}
+    assert check(config(model=ModelConfig(tiny=TinyModelConfig(), **right)), offline=False).problems == ()
+    wrong = ModelConfig(tiny=TinyModelConfig(), **{**right, key: "nonsense"})
+    (problem,) = check(config(model=wrong), offline=False).problems
+    assert problem.startswith(f"[model] {key}: vLLM has no 'nonsense'")
 
 
 def test_a_version_that_is_none_is_said_once_beside_the_other_problems(
@@ -102,14 +146,15 @@ def test_a_harness_that_cannot_run_with_this_model_is_a_problem_even_offline() -
     refused, elsewhere = check(
         config(entries=(ClaudeCodeConfig(name="a"), CodexConfig(env={"CODEX_HOME": "/"})), model=model), offline=True
     ).problems
+    (home,) = check(config(entries=(CodexConfig(env={"HOME": "/root"}),)), offline=True).problems
+    assert home.startswith("[[harness]] codex: env may not set HOME")
     assert refused.startswith("[[harness]] a: Claude Code takes [model] name = 'claude-next'")
     assert elsewhere.startswith("[[harness]] codex: env may not set CODEX_HOME")
 
 
 def test_a_folder_of_documents_that_is_not_there_is_a_problem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CLAWPIPE_CACHE", str(tmp_path))
-    for folder in install.programs("codex").values():
-        Path(folder).mkdir(parents=True)
+    put_in_place("codex")
     served = (McpConfig(name="docs", documents=f"{tmp_path}/gone"),)
     (problem,) = check(config(entries=(CodexConfig(mcp=served),)), offline=False).problems
     assert problem.startswith(f"[[harness.mcp]] docs: documents = {tmp_path}/gone is not a folder")

@@ -9,7 +9,7 @@ import anyio
 import httpx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clawpipe.actors.proxy.engine_http import FIRST_NUMBERS, EngineClient, Numbers
@@ -19,6 +19,7 @@ pytestmark = pytest.mark.anyio
 NUMBERS = Numbers()
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 2 * FIRST_NUMBERS), max_size=30))
 def test_a_list_of_ids_is_written_as_the_json_that_it_is(ids):
     assert json.loads(NUMBERS.listed(np.array(ids, np.int32))) == ids

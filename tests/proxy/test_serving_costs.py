@@ -30,16 +30,16 @@ class Counting:
     """A tokenizer that counts what it is asked to encode."""
 
     def __init__(self, tokenizer) -> None:
-        self._encode = tokenizer.backend_tokenizer.encode
+        self._encode_batch = tokenizer.backend_tokenizer.encode_batch_fast
         self.encoded = 0
 
     @property
     def backend_tokenizer(self):
         return self
 
-    def encode(self, text: str, **options):
-        found = self._encode(text, **options)
-        self.encoded += len(found.ids)
+    def encode_batch_fast(self, texts: list[str], **options):
+        found = self._encode_batch(texts, **options)
+        self.encoded += sum(len(each.ids) for each in found)
         return found
 
 

@@ -59,11 +59,12 @@ class SmallHarness:
     """A harness of this test's own: the program above, and a tail."""
 
     tail: str = ""
+    program: str = HARNESS
     name: str = "small"
     port: int = 8080
 
     def launch(self, task: Task) -> Launch:
-        return Launch(argv=("python3", "-I", "-S", "-c", HARNESS + self.tail), port=self.port)
+        return Launch(argv=("python3", "-I", "-S", "-c", self.program + self.tail), port=self.port)
 
     def classify(self, call):
         raise AssertionError("that is the proxy's to ask")
@@ -158,13 +159,22 @@ def task(grader: bytes = GRADER) -> Task:
     return Task(task_id="t/1", prompt="", files=files, grader={"check.py": grader}, grader_entry="check.py")
 
 
-def roll(lab, tmp_path: Path, tail: str = "", grader: bytes = GRADER, proxy=None, wall_clock_s=20.0, **request):
-    """One rollout, with this tail of the harness; the proxy that saw it."""
+def roll(
+    lab,
+    tmp_path: Path,
+    tail: str = "",
+    grader: bytes = GRADER,
+    proxy=None,
+    wall_clock_s=20.0,
+    program: str = HARNESS,
+    **request,
+):
+    """One rollout, with this program for a harness and its tail; the proxy that saw it."""
     proxy = proxy or SmallProxy(tmp_path / "proxy.sock")
     settings = msgspec.structs.replace(lab.config, wall_clock_s=wall_clock_s)
 
     async def body(host: Supervisor) -> None:
-        harnesses = {"small": SmallHarness(tail)}
+        harnesses = {"small": SmallHarness(tail, program)}
         verify = VerifyConfig(timeout_s=1.5)
         workshop = Workshop(
             host, {"t/1": task(grader)}, harnesses, settings, verify, tmp_path / "kept", EventLog("test")
@@ -214,6 +224,27 @@ def test_a_flood_of_output_is_the_agents(lab, tmp_path: Path) -> None:
     (outcome,) = roll(lab, tmp_path, tail="while True: print('x' * 100000)").outcomes
     assert (type(outcome), outcome.reward) == (AgentFailed, 1.0)
     assert "bytes of output" in outcome.message
+
+
+FILL_MEMORY = "b = []\nwhile True: b.append(bytearray(8 << 20))"
+
+
+def test_what_a_lack_of_memory_ended_says_so(lab, tmp_path: Path) -> None:
+    limit = lab.config.memory_bytes
+    said = (
+        f"the sandbox ran out of memory (1 process was ended at memory_bytes = {limit}); raise [sandbox] memory_bytes"
+    )
+    (outcome,) = roll(lab, tmp_path, tail=FILL_MEMORY).outcomes
+    assert (type(outcome), outcome.message) == (AgentFailed, f"{said}; exit code 137")
+
+
+def test_a_lack_of_memory_before_the_first_call_says_so(lab, tmp_path: Path) -> None:
+    silent = SmallProxy(tmp_path / "other.sock")
+    silent._answer_calls = _hang_up  # type: ignore[method-assign]
+    (outcome,) = roll(lab, tmp_path, program=FILL_MEMORY, proxy=silent).outcomes
+    assert (type(outcome), outcome.boundary) == (Infra, "harness")
+    assert outcome.message.startswith("the sandbox ran out of memory (1 process was ended at memory_bytes = ")
+    assert "; raise [sandbox] memory_bytes; the harness ended with 137" in outcome.message
 
 
 def test_a_workspace_over_the_limits_is_the_agents_zero(lab, tmp_path: Path) -> None:

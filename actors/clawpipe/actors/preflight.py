@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from clawpipe.actors.harness.install import missing
+from clawpipe.actors.harness.install import missing, short_of_memory
 from clawpipe.actors.harness.load import make_harness
 from clawpipe.actors.harness.mcp import problems as mcp_problems
-from clawpipe.actors.round_trip import round_trip
+from clawpipe.actors.round_trip import require_parsers, round_trip
 from clawpipe.actors.sandbox.bubblewrap import find_programs
 from clawpipe.actors.tasks.load import load_tasks
 from clawpipe.actors.tasks.task import Task
@@ -35,7 +35,7 @@ def check(config: Config, offline: bool) -> Report:
     `offline` looks at the configuration alone: tasks that live in files are then neither read nor named.
     """
     tasks, problems = _tasks(config, offline)
-    problems += _launches(config, tasks)
+    problems += [*_launches(config, tasks), *_memory(config)]
     if not offline:
         problems += [*_programs(config.sandbox), *_harness_programs(config, tasks), *_model(config.model)]
     return Report(problems=tuple(dict.fromkeys(problems)), task_ids=tuple(tasks))
@@ -67,6 +67,18 @@ def _launches(config: Config, tasks: dict[str, Task]) -> list[str]:
     return problems
 
 
+def _memory(config: Config) -> Iterator[str]:
+    """Harnesses that cannot live in these sandboxes. The kernel would end them without a word of their own."""
+    for entry in config.harness:
+        if not isinstance(entry, AgentLoopConfig):
+            problem = short_of_memory(_kind(entry), config.sandbox.memory_bytes)
+            yield from () if problem is None else (f"[[harness]] {entry.name}: {problem}",)
+
+
+def _kind(entry: InstalledHarnessConfig) -> str:
+    return str(type(entry).__struct_config__.tag)
+
+
 def _programs(sandbox: SandboxConfig) -> Iterator[str]:
     """Programs that start sandboxes, and the one that runs in them. A rootfs that is prepared here has it."""
     try:
@@ -91,7 +103,7 @@ def _harness_programs(config: Config, tasks: dict[str, Task]) -> Iterator[str]:
 
 
 def _installed_program(entry: InstalledHarnessConfig, sandbox: SandboxConfig) -> Iterator[str]:
-    if (problem := missing(str(type(entry).__struct_config__.tag), entry.version)) is not None:
+    if (problem := missing(_kind(entry), entry.version)) is not None:
         yield f"[[harness]] {entry.name}: {problem}"
     yield from mcp_problems(entry.mcp, sandbox.rootfs)
 
@@ -106,11 +118,13 @@ def _own_program(entry: AgentLoopConfig, model: ModelConfig, tasks: dict[str, Ta
 def _model(model: ModelConfig) -> list[str]:
     """A model folder's tokenizer, chat template and tool parser must carry a tool call there and back.
 
-    The tiny model is built later and has its own tests; a missing folder is the learner's to report.
+    Of the tiny model, which is built later and has its own tests, only the parsers' names can be wrong. A missing
+    folder is the learner's to report.
     """
-    if not model.path or not Path(model.path, "tokenizer.json").is_file():
-        return []
     try:
-        return round_trip(model)
+        if model.tiny is not None:
+            require_parsers(model)
+            return []
+        return round_trip(model) if Path(model.path, "tokenizer.json").is_file() else []
     except ClawpipeError as err:
         return [one_line(err)]

@@ -48,13 +48,17 @@ class Workshop:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """What a harness left behind. `workspace` None: refused by the collector, for the reason in `refused`."""
+    """What a harness left behind. `workspace` None: refused by the collector, for the reason in `refused`.
+
+    `shortage` says that the memory did not suffice; empty when it did.
+    """
 
     exit: Exit
     num_calls: int
     num_aborted: int
     workspace: Snapshot | None
     refused: str = ""
+    shortage: str = ""
 
 
 async def run_rollout(proxy: ProxyLink, assigned: link.Assigned, workshop: Workshop) -> Outcome:
@@ -81,12 +85,12 @@ async def _outcome(proxy: ProxyLink, assigned: link.Assigned, workshop: Workshop
     if lost is not None:
         return lost
     if ended.workspace is None:
-        return AgentFailed(reward=0.0, message=ended.refused)
+        return AgentFailed(reward=0.0, message=_with_shortage(ended, ended.refused))
     verdict = await proxy.guard(partial(grade, workshop.host, task, ended.workspace, workshop.verify))
     if isinstance(verdict, GradeFailed):
         path = await trio.to_thread.run_sync(_keep, workshop.store, assigned, ended.workspace)
         return VerifierInfra(message=verdict.message[:MAX_MESSAGE_CHARS], workspace=str(path))
-    return _graded(ended.exit, error, verdict.reward, verdict.checks)
+    return _graded(ended, error, verdict.reward, verdict.checks)
 
 
 def _chosen(assigned: link.Assigned, workshop: Workshop) -> tuple[Task, Harness]:
@@ -118,33 +122,48 @@ async def _run_harness(
             workspace, refused = await box.collect(), ""
         except WorkspaceRefused as err:
             workspace, refused = None, str(err)
-    return Ended(exit, settled.num_calls, settled.num_aborted, workspace, refused)
+    shortage = _shortage(exit, workshop.sandbox.memory_bytes)
+    return Ended(exit, settled.num_calls, settled.num_aborted, workspace, refused, shortage)
+
+
+def _shortage(exit: Exit, memory_bytes: int) -> str:
+    if not exit.oom_kills:
+        return ""
+    ended = f"{exit.oom_kills} process{'es were' if exit.oom_kills > 1 else ' was'} ended"
+    return f"the sandbox ran out of memory ({ended} at memory_bytes = {memory_bytes}); raise [sandbox] memory_bytes"
+
+
+def _with_shortage(ended: Ended, message: str) -> str:
+    """The message, behind what most likely brought it about: it may be long, and is cut at its end."""
+    return f"{ended.shortage}; {message}" if ended.shortage else message
 
 
 def _lost_to_us(ended: Ended, error: str | None) -> Infra | None:
     """What the policy is not to blame for: a harness without a single call, or one that failed for want of one."""
     end = ended.exit.output.decode("utf-8", "replace")[-500:]
     if ended.num_calls == 0:
-        return _infra("harness", f"{_how(ended.exit, error)} without a single finished model call: {end}")
+        return _infra("harness", f"{_how(ended, error)} without a single finished model call: {end}")
     if ended.num_aborted and (error is not None or ended.exit.reason is not Reason.EXITED):
-        return _infra("engine", f"{_how(ended.exit, error)} after {ended.num_aborted} model calls failed: {end}")
+        return _infra("engine", f"{_how(ended, error)} after {ended.num_aborted} model calls failed: {end}")
     return None
 
 
-def _how(exit: Exit, error: str | None) -> str:
+def _how(ended: Ended, error: str | None) -> str:
+    exit = ended.exit
     if exit.reason is Reason.EXITED:
-        return f"the harness ended with {exit.code}" + (f" ({error})" if error else "")
-    return f"the harness was ended ({exit.reason}) after {exit.wall_s:.0f} s"
+        return _with_shortage(ended, f"the harness ended with {exit.code}" + (f" ({error})" if error else ""))
+    return _with_shortage(ended, f"the harness was ended ({exit.reason}) after {exit.wall_s:.0f} s")
 
 
-def _graded(exit: Exit, error: str | None, reward: float, checks: Mapping[str, float]) -> Outcome:
+def _graded(ended: Ended, error: str | None, reward: float, checks: Mapping[str, float]) -> Outcome:
+    exit = ended.exit
     kept = dict(checks) if sum(map(len, checks)) <= MAX_CHECKS_CHARS else {}
     if exit.reason is Reason.WALL_CLOCK:
         return TimedOut(reward=reward, checks=kept)
     if exit.reason is Reason.OUTPUT:
         error = f"the harness wrote more than {exit.output_bytes} bytes of output"
     if error is not None:
-        return AgentFailed(reward=reward, message=error[:MAX_MESSAGE_CHARS], checks=kept)
+        return AgentFailed(reward=reward, message=_with_shortage(ended, error)[:MAX_MESSAGE_CHARS], checks=kept)
     return Scored(reward=reward, checks=kept)
 
 

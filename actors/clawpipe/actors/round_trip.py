@@ -33,6 +33,7 @@ _SCHEMA = {
     "required": ["path", "content"],
 }
 _TOOL = {"type": "function", "function": {"name": NAME, "description": _DESCRIPTION, "parameters": _SCHEMA}}
+_KNOWN_PARSERS = ("hermes", "")  # (tool_parser, reasoning_parser) of most configurations: no need to import vLLM
 _HEAD = Head(id="probe", prompt_tokens=1, created_s=0.0)
 
 
@@ -43,6 +44,16 @@ class _Protocol(Struct, frozen=True, kw_only=True):
     first: Mapping[str, Any]
     history: str  # the key that holds the conversation
     replay: Callable[[dict[str, Any]], list[Any]]  # a whole answer -> it and its calls' results, as they are sent
+
+
+def require_parsers(model: ModelConfig) -> None:
+    """ConfigError for a parser that vLLM does not know, by its name alone."""
+    if (model.tool_parser, model.reasoning_parser) == _KNOWN_PARSERS:
+        return
+    from clawpipe.actors.proxy.parse import _reasoning_parser, _tool_parser
+
+    _tool_parser(model.tool_parser)
+    _reasoning_parser(model.reasoning_parser)
 
 
 def round_trip(model: ModelConfig) -> list[str]:

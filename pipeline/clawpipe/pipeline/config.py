@@ -9,7 +9,6 @@ current folder.
 from __future__ import annotations
 
 import math
-import re
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from clawpipe.pipeline.errors import ConfigError
+from clawpipe.pipeline.explain import explain
 
 Positive = Annotated[int, Meta(ge=1)]
 NonNegative = Annotated[int, Meta(ge=0)]
@@ -25,6 +25,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 Name = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]+$")]
 Port = Annotated[int, Meta(ge=0, le=65535)]
+PortInside = Annotated[int, Meta(ge=1, le=65535)]  # of a sandbox, where the harness is told it before anything listens
+Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]  # of an environment
 MCP_NAME = "^[A-Za-z][A-Za-z0-9_-]*$"  # of a server: part of its tools' names, and a key in harnesses' own files
 
 
@@ -165,7 +167,7 @@ class AgentLoopConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="
 
     name: Name = "agentloop"
     weight: Annotated[float, Meta(gt=0)] = 1.0
-    port: Port = 8080  # inside the sandbox
+    port: PortInside = 8080  # inside the sandbox
     system: str = "You work on files. Call one tool per turn."
     max_turns: Positive = 20
     max_tokens: Positive = 1024  # per turn
@@ -180,21 +182,23 @@ class McpConfig(_Table, frozen=True, kw_only=True):
     name: Annotated[str, Meta(pattern=MCP_NAME)]
     command: tuple[str, ...] = ()  # program and arguments, as they are inside the sandbox
     documents: str = ""  # a folder on this host; the sandbox sees it read-only
-    env: dict[str, str] = {}
+    env: dict[Variable, str] = {}
 
     def __post_init__(self) -> None:
         if bool(self.command) == bool(self.documents):
             raise ValueError(f"set exactly one of `command` and `documents` for the server {self.name!r}")
+        if self.command and not self.command[0]:
+            raise ValueError(f"the `command` of the server {self.name!r} is empty; begin it with a program")
 
 
 class _InstalledHarness(_Table, frozen=True, kw_only=True):
     """What the entries of all harnesses from npm share; `clawpipe harness install` puts them into the cache."""
 
     weight: Annotated[float, Meta(gt=0)] = 1.0
-    port: Port = 8080  # inside the sandbox
+    port: PortInside = 8080  # inside the sandbox
     version: str = ""  # of its npm package; empty: the one that this clawpipe was tested with
     max_output_tokens: Positive = 8192  # that the harness is told a turn may have
-    env: dict[str, str] = {}  # on top of what the adapter sets
+    env: dict[Variable, str] = {}  # on top of what the adapter sets
     mcp: tuple[McpConfig, ...] = ()
 
     def __post_init__(self) -> None:
@@ -443,7 +447,7 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Config:
     try:
         config = msgspec.convert(data, Config)
     except msgspec.ValidationError as err:
-        raise ConfigError(f"{path}: {_explain(str(err), data)}") from err
+        raise ConfigError(f"{path}: {explain(str(err), Config)}") from err
     return _resolve(config, path.resolve().parent)
 
 
@@ -481,19 +485,6 @@ def _unusable(value: Any, where: str = "") -> str | None:
         return next((key for key in found if key is not None), None)
     bad = (isinstance(value, float) and not math.isfinite(value)) or (isinstance(value, str) and "\0" in value)
     return where if bad else None
-
-
-def _explain(message: str, data: dict[str, Any]) -> str:
-    """msgspec's message with the key's path as a TOML user writes it, and what would be accepted."""
-    text, _, where = message.partition(" - at `")
-    table = where.rstrip("`").removeprefix("$").lstrip(".") or "the top level"
-    unknown = re.search(r"unknown field `([^`]*)`", text)
-    if unknown:
-        return f"unknown key `{unknown[1]}` in {table}; remove it or correct its spelling"
-    missing = re.search(r"missing required field `([^`]*)`", text)
-    if missing:
-        return f"key `{missing[1]}` is missing in {table}; add it"
-    return f"{table}: {text[:1].lower()}{text[1:]}"
 
 
 def _resolve(config: Config, base: Path) -> Config:

@@ -30,6 +30,7 @@ from clawpipe.pipeline.errors import ConfigError
 from clawpipe.pipeline.models import cache_dir
 
 NODE_INSIDE = "/opt/node"
+MIB = 1024**2
 INSTALL_TIMEOUT_S = 1800.0
 WORKS_TIMEOUT_S = 60.0
 MAX_REASON_CHARS = 300
@@ -54,25 +55,39 @@ class Pin(Struct, frozen=True, kw_only=True):
     version: str
     program: str  # below node_modules: a binary, or a script for node
     is_script: bool = False
+    floor_bytes: int = 0  # of a sandbox's memory: with less it dies before its first call
 
 
 NODE = Pin(package="node-linux-{arch}", version="24.21.0", program="node-linux-{arch}/bin/node")
 PINS: Mapping[str, Pin] = {
-    "openclaw": Pin(package="openclaw", version="2026.9.6", program="openclaw/openclaw.mjs", is_script=True),
+    "openclaw": Pin(
+        package="openclaw", version="2026.9.6", program="openclaw/openclaw.mjs", is_script=True, floor_bytes=512 * MIB
+    ),
     "claude_code": Pin(
         package="@anthropic-ai/claude-code",
         version="2.1.328",
         program="@anthropic-ai/claude-code-linux-{arch}/claude",
+        floor_bytes=256 * MIB,
     ),
     "codex": Pin(
         package="@openai/codex",
         version="0.169.0",
         program="@openai/codex-linux-{arch}/vendor/{machine}-unknown-linux-musl/bin/codex",
+        floor_bytes=128 * MIB,
     ),
     # On x64 the binary for any processor: the other one needs AVX2.
-    "opencode": Pin(package="opencode-ai", version="1.18.33", program="opencode-linux-{arch}{baseline}/bin/opencode"),
+    "opencode": Pin(
+        package="opencode-ai",
+        version="1.18.33",
+        program="opencode-linux-{arch}{baseline}/bin/opencode",
+        floor_bytes=768 * MIB,
+    ),
     "qwen_code": Pin(
-        package="@qwen-code/qwen-code", version="0.24.4", program="@qwen-code/qwen-code/cli-entry.js", is_script=True
+        package="@qwen-code/qwen-code",
+        version="0.24.4",
+        program="@qwen-code/qwen-code/cli-entry.js",
+        is_script=True,
+        floor_bytes=384 * MIB,
     ),
 }
 
@@ -98,10 +113,24 @@ def command(kind: str) -> tuple[str, ...]:
 def missing(kind: str, version: str = "") -> str | None:
     """What `clawpipe check` says of a program that is not in the cache; None when all is there."""
     wanted = f"{kind}@{version}" if version and version != PINS[kind].version else kind
-    for folder in (_folder("node", NODE.version), _folder(kind, version or PINS[kind].version)):
-        if not folder.is_dir():
-            return f"{folder} is not installed; run `clawpipe harness install {wanted}`"
+    for name, folder in (("node", _folder("node", NODE.version)), (kind, _folder(kind, version or PINS[kind].version))):
+        if not _is_whole(name, folder):
+            state = "has lost its program" if folder.exists() else "is not installed"
+            return f"{folder} {state}; run `clawpipe harness install {wanted}`"
     return None
+
+
+def short_of_memory(kind: str, memory_bytes: int) -> str | None:
+    """What `clawpipe check` says of a sandbox in which the program cannot live."""
+    floor = PINS[kind].floor_bytes
+    if memory_bytes >= floor:
+        return None
+    return f"[sandbox] memory_bytes = {memory_bytes} is too little for {kind}; set it to {floor} or more"
+
+
+def _is_whole(kind: str, folder: Path) -> bool:
+    """Whether the program lies in its folder, which a cleaner of caches may have emptied."""
+    return (folder / "node_modules" / _here(_pin(kind).program)).is_file()
 
 
 def _pin(kind: str) -> Pin:
@@ -137,23 +166,29 @@ class Program(Struct, frozen=True, kw_only=True):
 
 
 def install(kind: str, version: str = "") -> bool:
-    """Puts a program (or "node") into the cache; False when it was there. ConfigError says what npm could not do."""
+    """Puts a program (or "node") into the cache; False when it was there. ConfigError says what npm could not do.
+
+    A folder without its program is replaced.
+    """
     pin = _pin(kind)
     target = _folder(kind, version or pin.version)
-    if target.is_dir():
+    if _is_whole(kind, target):
         return False
     _sweep(target.parent)
     staging = target.with_name(f"new-{kind}-{new_identity()}")
     try:
         staging.mkdir(parents=True)
         _run_npm(staging, f"{_here(pin.package)}@{version or pin.version}")
-        if not (staging / "node_modules" / _here(pin.program)).is_file():
+        if not _is_whole(kind, staging):
             raise ConfigError(f"{kind}: npm installed it without its program {_here(pin.program)}; try again")
         _start_once(kind, staging)
         _open_to_all(staging)
-        _rename(staging, target)
+        _rename(kind, staging, target)
     except OSError as error:
-        raise ConfigError(f"{kind}: cannot be written into {target.parent} ({error.strerror or error})") from error
+        raise ConfigError(
+            f"{kind}: cannot be written into {target.parent} ({error.strerror or error}); make it writable, with room "
+            "for the programs, or set CLAWPIPE_CACHE to another folder"
+        ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return True
@@ -175,12 +210,19 @@ def _sweep(folder: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _rename(staging: Path, target: Path) -> None:
+def _rename(kind: str, staging: Path, target: Path) -> None:
+    """Puts the new folder where a broken one may lie, unless somebody else was quicker."""
     try:
         staging.rename(target)
-    except OSError:  # somebody else was quicker
-        if not target.is_dir():
+    except OSError:
+        if _is_whole(kind, target):
+            return
+        if not target.exists():
             raise
+        broken = target.with_name(f"new-{kind}-{new_identity()}")
+        target.rename(broken)
+        staging.rename(target)
+        shutil.rmtree(broken, ignore_errors=True)
 
 
 def _run_npm(folder: Path, package: str) -> None:
@@ -195,10 +237,17 @@ def _run_npm(folder: Path, package: str) -> None:
     except subprocess.TimeoutExpired as error:
         raise ConfigError(f"{package}: npm did not end within {INSTALL_TIMEOUT_S:.0f} s; check the network") from error
     if done.returncode:
-        raise ConfigError(
-            f"{package}: npm could not install it ({_reason(done.stderr.decode('utf-8', 'replace'))}); check the "
-            "network, the version, and `npm config get registry`"
-        )
+        errors = done.stderr.decode("utf-8", "replace")
+        raise ConfigError(f"{package}: npm could not install it ({_reason(errors)}); {_remedy(errors, folder)}")
+
+
+def _remedy(errors: str, folder: Path) -> str:
+    if "ENOSPC" not in errors:
+        return "check the network, the version, and `npm config get registry`"
+    return (
+        f"the disk is full: make room in {folder.parent}, or set CLAWPIPE_CACHE to another folder; npm's own cache "
+        "needs room too (`npm config get cache`)"
+    )
 
 
 def _reason(errors: str) -> str:
@@ -305,8 +354,10 @@ def list_command(as_json: Annotated[bool, typer.Option("--json")] = False) -> No
 
 
 def _parse(name: str) -> tuple[str, str]:
-    """NAME or NAME@VERSION. ConfigError for an unknown name."""
-    kind, _, version = name.partition("@")
+    """NAME or NAME@VERSION. ConfigError for an unknown name, and for a version that is none."""
+    kind, at, version = name.partition("@")
     if kind not in PINS:
         raise ConfigError(f"there is no harness {kind!r} to install; choose of {', '.join(PINS)}")
+    if at:
+        _folder(kind, version)
     return kind, version

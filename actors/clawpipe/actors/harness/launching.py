@@ -10,18 +10,18 @@ from clawpipe.pipeline.config import ModelConfig
 from clawpipe.pipeline.errors import ConfigError
 
 MAX_MESSAGE_CHARS = 500
+RESERVED = frozenset({"HOME"})  # where every program's settings lie
 
 
 def environment(
     ours: Mapping[str, str], given: Mapping[str, str], reserved: Collection[str], name: str
 ) -> dict[str, str]:
     """The configuration's variables on top of the adapter's. ConfigError for one that leads past the proxy."""
-    for variable in reserved:
-        if variable in given:
-            raise ConfigError(
-                f"[[harness]] {name}: env may not set {variable}: it tells the program where its model is, and every "
-                "call must go through the proxy; take it out"
-            )
+    for variable in sorted(RESERVED.union(reserved) & given.keys()):
+        raise ConfigError(
+            f"[[harness]] {name}: env may not set {variable}: it tells the program where its model is, or where it "
+            "finds that written, and every call must go through the proxy; take it out"
+        )
     return {**ours, **given}
 
 

@@ -57,15 +57,26 @@ class _SampledCall(Struct, frozen=True, eq=False):
     said: Said
 
 
+class _Found(Struct, frozen=True, eq=False):
+    """What was found for a message that may be a part of turns."""
+
+    means: Meaning
+    parts: list[tuple[Said, Graft]]
+
+
 class SampledTurns:
-    """The turns of one rollout, findable by what they mean."""
+    """The turns of one rollout, findable by what they mean.
+
+    What a message means (`meaning`) is asked once per request and handed to the questions about it: to read the
+    arguments of its calls may take long. Threads may ask while turns are added.
+    """
 
     def __init__(self) -> None:
         self._all: list[Said] = []
         self._by_said: dict[tuple[str, tuple[CallMeaning, ...]], list[Said]] = {}  # (text, calls)
         self._by_told: dict[tuple[str, tuple[CallMeaning, ...]], list[Said]] = {}  # (thinking and text, calls)
         self._calls: dict[str, _SampledCall] = {}  # by id
-        self._parts: dict[Message, list[tuple[Said, Graft]]] = {}
+        self._parts: dict[Message, _Found] = {}
 
     def add(self, turn: Turn, graft: Graft, tools: ToolSet) -> Said:
         """A turn was sampled as these ids and goes out to the harness."""
@@ -76,45 +87,49 @@ class SampledTurns:
             self._by_told.setdefault((said.means.thinking + said.means.text, said.means.calls), []).append(said)
         for call, means in zip(turn.calls, said.means.calls, strict=True):
             self._calls[bare_id(call.id)] = _SampledCall(call, means, said)
-        for message in [each for each in self._parts if self._meaning(each).begins(said.means)]:
-            del self._parts[message]
+        for message, known in list(self._parts.items()):
+            if known.means.begins(said.means):
+                self._parts.pop(message, None)
         return said
 
-    def whole(self, message: Message) -> list[Said]:
+    def whole(self, message: Message, means: Meaning | None = None) -> list[Said]:
         """The turns that a replayed message says whole.
 
         More than one when the rollout said the same thing more than once, in other tokens or other places: all
         of them are right, and the caller takes the one that continues the context best. A harness that drops the
         thinking of old turns, or repeats it as text, still gets them as they were sampled.
         """
-        means = self._meaning(message)
+        means = means or self.meaning(message)
         found = self._by_said.get((means.text, means.calls), [])
         if means.thinking:
             found = [said for said in found if said.means.thinking == means.thinking]
         found = found or self._by_told.get((means.thinking + means.text, means.calls), [])
         return self._closest(found, message)
 
-    def longer(self, message: Message) -> list[Said]:
+    def longer(self, message: Message, means: Meaning | None = None) -> list[Said]:
         """The latest turns of which a replayed message may be a part."""
-        means = self._meaning(message)
+        means = means or self.meaning(message)
         found = [said for said in reversed(self._all) if means.begins(said.means)]
         return self._closest(found, message)[:MAX_CANDIDATES]
 
-    def parts(self, message: Message, cut: Callable[[Said, Message], Graft | None]) -> list[tuple[Said, Graft]]:
+    def parts(
+        self, message: Message, cut: Callable[[Said, Message], Graft | None], means: Meaning | None = None
+    ) -> list[tuple[Said, Graft]]:
         """What `cut` makes of the longer turns for this message; cut once, though replayed with every call."""
         if (known := self._parts.get(message)) is not None:
-            return known
-        made = [(said, cut(said, message)) for said in self.longer(message)]
+            return known.parts
+        means = means or self.meaning(message)
+        made = [(said, cut(said, message)) for said in self.longer(message, means)]
         found = [(said, graft) for said, graft in made if graft is not None]
         if message.num_chars <= MAX_PART_CHARS:
             if len(self._parts) >= MAX_PARTS:
                 self._parts.clear()
-            self._parts[message] = found
+            self._parts[message] = _Found(means, found)
         return found
 
-    def reason(self, message: Message) -> Broken:
+    def reason(self, message: Message, means: Meaning | None = None) -> Broken:
         """Why no turn says this."""
-        means = self._meaning(message)
+        means = means or self.meaning(message)
         if (means.text, means.calls) in self._by_said:
             return Broken.THINKING
         same_calls = any(means.calls == said.means.calls for said in self._all)
@@ -125,7 +140,8 @@ class SampledTurns:
         same_text = bool(means.text) and any(means.text == said.means.text for said in self._all)
         return Broken.CALLS if same_text else Broken.FOREIGN
 
-    def _meaning(self, message: Message) -> Meaning:
+    def meaning(self, message: Message) -> Meaning:
+        """What a replayed message says."""
         return meaning(message, [self._call(call) for call in message.calls])
 
     def _call(self, call: ToolCall) -> CallMeaning:

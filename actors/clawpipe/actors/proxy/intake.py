@@ -12,6 +12,7 @@ from typing import TypeVar
 import anyio
 import anyio.to_thread
 
+from clawpipe.actors.proxy.dialects.dialect import may_hold_halves
 from clawpipe.actors.proxy.messages import CallError, Fault
 from clawpipe.actors.proxy.stream import Receive
 
@@ -19,7 +20,9 @@ MAX_BODY_BYTES = 8 * 1024**2  # a full window of 64K tokens is well under one Mi
 MAX_DRAINED_BYTES = 8 * MAX_BODY_BYTES  # of a body that is too large: a client reads its answer when it is done
 MAX_OPENINGS = 300_000  # of lists and objects, which cost more than their bytes
 BODY_TIMEOUT_S = 60.0
+MAX_ESCAPED_OPENINGS = 30_000  # where surrogates are escaped: that is read the slow way, which keeps others waiting
 INLINE_BYTES = 256 * 1024  # larger bodies take milliseconds
+INLINE_ESCAPED_BYTES = 32 * 1024
 
 T = TypeVar("T")
 
@@ -43,9 +46,11 @@ class Intake:
 
     async def read(self, data: bytes, reader: Callable[[bytes], T]) -> T:
         """What `reader` makes of the body. In a thread when that takes long."""
-        if data.count(b"[") + data.count(b"{") > MAX_OPENINGS:
-            raise CallError(Fault.TOO_LARGE, f"The body has more than {MAX_OPENINGS} lists and objects.")
-        if len(data) <= INLINE_BYTES:
+        escaped = may_hold_halves(data)
+        most = MAX_ESCAPED_OPENINGS if escaped else MAX_OPENINGS
+        if data.count(b"[") + data.count(b"{") > most:
+            raise CallError(Fault.TOO_LARGE, f"The body has more than {most} lists and objects.")
+        if len(data) <= (INLINE_ESCAPED_BYTES if escaped else INLINE_BYTES):
             return reader(data)
         return await anyio.to_thread.run_sync(reader, data, limiter=self._large)
 

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+MAX_COMPARED_CHARS = 64 * 1024  # of arguments that are read to be compared; a model's turn is shorter
+
 
 class Speaker(StrEnum):
     """Who a message is from."""
@@ -184,11 +186,13 @@ def _refuse(constant: str) -> Any:
 
 
 def canonical_arguments(text: str) -> str:
-    """One text for all JSON texts of the same arguments; text that is no JSON object stands for itself.
+    """One text for all JSON texts of the same arguments; text that is no JSON object, or very long, stands for itself.
 
     Keys are sorted. Numbers are compared as JavaScript holds and writes them: 1.0 is 1, 1e2 is 100, -0 is 0,
     integers beyond 2**53 are doubles, and what is too large for a double is null. No text is no arguments.
     """
+    if len(text) > MAX_COMPARED_CHARS:
+        return text
     value = parse_object(text) if text.strip() else {}
     try:
         return text if value is None else json.dumps(_as_doubles(value), sort_keys=True)

@@ -24,6 +24,8 @@ from clawpipe.pipeline.errors import ConfigError
 
 MARKS = (("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>"))
 CACHED_TOOL_BYTES = 16 * 1024**2  # as JSON, over all rollouts; the objects made of it take some ten times as much
+MAX_TOOLS = 512  # of one request; vLLM makes an object of each
+MAX_OPENINGS = 128  # of a mark in one turn; the parsers' time grows with their square
 MAX_CACHED_TOOLS = 1024**2  # a larger set is checked every time: one rollout must not push out what the others use
 
 
@@ -69,9 +71,12 @@ class TurnParser:
     def read(self, text: str, tools: ToolSet, call_id: str, *, truncated: bool) -> Turn:
         """The turn. `call_id` (letters and digits) makes the ids of its tool calls; `truncated`: by the limit.
 
-        Without `tools` everything beside the reasoning is text.
+        Without `tools` everything beside the reasoning is text. A turn that opens more than MAX_OPENINGS calls, or
+        parts of calls, is malformed whatever the parser would make of it: it is not asked.
         """
         thinking, said = self._split_thinking(text, tools.request)
+        if tools.tools and any(said.count(opening) > MAX_OPENINGS for opening, _ in self._marks):
+            return Turn(text=said, thinking=thinking, truncated=truncated, malformed=True)
         content, calls = self._extract(said, tools.request) if tools.tools else (said, [])
         if not calls:
             tried = bool(tools.tools) and any(opening in said for opening, _ in self._marks)
@@ -84,6 +89,10 @@ class TurnParser:
 
     def accept(self, tools: Sequence[dict[str, Any]]) -> ToolSet:
         """Checks a request's tools before anything is sampled for it. CallError (INVALID) when they are none."""
+        if len(tools) > MAX_TOOLS:
+            raise CallError(
+                Fault.INVALID, f"There are {len(tools)} tools, of {MAX_TOOLS} at most. Please send fewer.", "tools"
+            )
         text = msgspec.json.encode(tools)
         key = hashlib.blake2b(text, digest_size=16).digest()
         if (known := self._tool_sets.get(key)) is not None:

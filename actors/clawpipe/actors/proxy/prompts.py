@@ -22,8 +22,11 @@ from clawpipe.actors.proxy.messages import Ask, CallError, Fault, Message, Speak
 from clawpipe.actors.proxy.render import Gap, Renderer, TemplateRefusal
 from clawpipe.pipeline.records import IntArray
 
-INLINE_MESSAGES = 1000  # longer conversations take milliseconds, and are rendered in a thread, one at a time
-INLINE_CHARS = 1_000_000
+INLINE_MESSAGES = 200  # longer conversations take milliseconds, and are rendered in a thread
+INLINE_CHARS = 100_000
+INLINE_ARGUMENT_CHARS = 16_000  # JSON that is read, compared and written costs ten times as much as text
+LARGE_MESSAGES = 1000  # those that take much longer still go one at a time
+LARGE_CHARS = 1_000_000
 
 
 class Written(Struct, frozen=True):
@@ -92,9 +95,10 @@ class Prompts:
         return Written(np.concatenate(draft.parts), tuple(draft.broken), tuple(draft.grafted))
 
     async def _planned(self, session: Session, ask: Ask) -> _Plan:
-        if len(ask.messages) <= INLINE_MESSAGES and ask.num_chars <= INLINE_CHARS:
+        if _is_small(ask):
             return self._plan(session, ask)
-        return await anyio.to_thread.run_sync(self._plan, session, ask, limiter=self._large)
+        is_large = len(ask.messages) > LARGE_MESSAGES or ask.num_chars > LARGE_CHARS
+        return await anyio.to_thread.run_sync(self._plan, session, ask, limiter=self._large if is_large else None)
 
     def _plan(self, session: Session, ask: Ask) -> _Plan:
         messages = [message for message in ask.messages if _is_there(session, message)]
@@ -105,10 +109,11 @@ class Prompts:
 
     def _find(self, session: Session, turn: Message) -> list[_Piece] | Broken:
         """The sampled ids that may stand for this turn, in whole or, failing that, in part."""
-        if whole := session.turns.whole(turn):
+        means = session.turns.meaning(turn)
+        if whole := session.turns.whole(turn, means):
             return [_Piece(said, said.graft) for said in whole]
-        parts = [_Piece(said, graft) for said, graft in session.turns.parts(turn, self._cutter.part)]
-        return parts or (Broken.PARTIAL if session.turns.longer(turn) else session.turns.reason(turn))
+        parts = [_Piece(said, graft) for said, graft in session.turns.parts(turn, self._cutter.part, means)]
+        return parts or (Broken.PARTIAL if session.turns.longer(turn, means) else session.turns.reason(turn, means))
 
     def _shown(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], found: Sequence[list[_Piece] | Broken]
@@ -142,7 +147,14 @@ class Prompts:
         draft.grafted.append(piece.said)
 
     async def _encoded(self, gap: Gap) -> list[IntArray]:
-        return [await self._encoder.encode(piece) for piece in gap.pieces]
+        return await self._encoder.encode_all(gap.pieces)
+
+
+def _is_small(ask: Ask) -> bool:
+    """Whether rendering it, and finding its turns, is a matter of a few milliseconds whatever it says."""
+    if len(ask.messages) > INLINE_MESSAGES or ask.num_chars > INLINE_CHARS:
+        return False
+    return sum(len(c.arguments) for message in ask.messages for c in message.calls) <= INLINE_ARGUMENT_CHARS
 
 
 def _is_there(session: Session, message: Message) -> bool:
