@@ -50,10 +50,10 @@ def require_parsers(model: ModelConfig) -> None:
     """ConfigError for a parser that vLLM does not know, by its name alone."""
     if (model.tool_parser, model.reasoning_parser) == _KNOWN_PARSERS:
         return
-    from clawpipe.actors.proxy.parse import _reasoning_parser, _tool_parser
+    from clawpipe.actors.proxy.parse import reasoning_parser_class, tool_parser_class
 
-    _tool_parser(model.tool_parser)
-    _reasoning_parser(model.reasoning_parser)
+    tool_parser_class(model.tool_parser)
+    reasoning_parser_class(model.reasoning_parser)
 
 
 def round_trip(model: ModelConfig) -> list[str]:

@@ -94,9 +94,11 @@ class Calls:
     async def count(self, session: Session, ask: Ask) -> int:
         """Tokens of this request's prompt. Nothing is sampled or recorded."""
         session.require_open()
-        self._parser.accept(ask.tools)
-        self._require_few(ask)
-        return len((await self._prompts.write(session, ask)).ids)
+        self._require_room(session)
+        with session.counting():
+            self._parser.accept(ask.tools)
+            self._require_few(ask)
+            return len((await self._prompts.write(session, ask)).ids)
 
     def _require_room(self, session: Session) -> None:
         most = self._limits.max_parallel_calls

@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import StrEnum
 
 import anyio
@@ -85,6 +86,7 @@ class Session:
         self._broken_turns: set[int] = set()  # by hash: they may be large
         self._calls: list[Call] = []
         self._num_prepared = 0
+        self._num_counting = 0
         self._latest: dict[str, Call] = {}  # by digest, those that an equal request may be a repeat of
         self._continued: set[Said] = set()  # turns that a later request goes on from
         self._newest_s = 0.0  # when the last new request came
@@ -141,6 +143,15 @@ class Session:
         call.prepared.set()
         return self.call_id(call.index)
 
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """While a prompt is counted, which costs what the prompt of a call costs."""
+        self._num_counting += 1
+        try:
+            yield
+        finally:
+            self._num_counting -= 1
+
     def put_aside(self, call: Call) -> Call:
         """Takes the number of a call whose turn nobody will get; `call` itself is sampled again under the next one."""
         aside = Call(call.digest)
@@ -172,8 +183,8 @@ class Session:
 
     @property
     def num_in_flight(self) -> int:
-        """How many calls have no outcome yet."""
-        return len(self.in_flight)
+        """How many calls have no outcome yet, and how many prompts are being counted."""
+        return len(self.in_flight) + self._num_counting
 
     @property
     def in_flight(self) -> tuple[Call, ...]:

@@ -25,7 +25,7 @@ from clawpipe.pipeline.errors import ConfigError
 MARKS = (("<tool_call>", "</tool_call>"), ("<function=", "</function>"), ("<parameter=", "</parameter>"))
 CACHED_TOOL_BYTES = 16 * 1024**2  # as JSON, over all rollouts; the objects made of it take some ten times as much
 MAX_TOOLS = 512  # of one request; vLLM makes an object of each
-MAX_OPENINGS = 128  # of a mark in one turn; the parsers' time grows with their square
+MAX_MARKS = 128  # of one kind in a turn; the parsers' time grows with their square
 MAX_CACHED_TOOLS = 1024**2  # a larger set is checked every time: one rollout must not push out what the others use
 
 
@@ -54,8 +54,8 @@ class TurnParser:
 
     def __init__(self, tokenizer: Any, tool_parser: str, reasoning_parser: str, generation_prompt: str) -> None:
         self._tokenizer = _with_vocabulary_at_hand(tokenizer)
-        self._make_tools = _tool_parser(tool_parser)
-        self._make_reasoning = _reasoning_parser(reasoning_parser)
+        self._make_tools = tool_parser_class(tool_parser)
+        self._make_reasoning = reasoning_parser_class(reasoning_parser)
         self._tool_sets: OrderedDict[bytes, tuple[ToolSet, int]] = OrderedDict()  # with its size as JSON
         self._tool_room = CACHED_TOOL_BYTES
         self._marks = self._call_marks(tool_parser)
@@ -71,11 +71,11 @@ class TurnParser:
     def read(self, text: str, tools: ToolSet, call_id: str, *, truncated: bool) -> Turn:
         """The turn. `call_id` (letters and digits) makes the ids of its tool calls; `truncated`: by the limit.
 
-        Without `tools` everything beside the reasoning is text. A turn that opens more than MAX_OPENINGS calls, or
-        parts of calls, is malformed whatever the parser would make of it: it is not asked.
+        Without `tools` everything beside the reasoning is text. A turn with more than MAX_MARKS calls, or parts
+        of calls, is malformed whatever the parser would make of it: it is not asked, and what was said is text.
         """
         thinking, said = self._split_thinking(text, tools.request)
-        if tools.tools and any(said.count(opening) > MAX_OPENINGS for opening, _ in self._marks):
+        if tools.tools and _is_flooded(said, self._marks):
             return Turn(text=said, thinking=thinking, truncated=truncated, malformed=True)
         content, calls = self._extract(said, tools.request) if tools.tools else (said, [])
         if not calls:
@@ -153,11 +153,18 @@ class TurnParser:
         return found.content or "", calls
 
     def _split_thinking(self, text: str, request: Any) -> tuple[str, str]:
-        """(thinking, the rest). vLLM takes a text without any mark for thinking; here it is an answer."""
+        """(thinking, the rest). vLLM takes a text without any mark for thinking; here it is an answer.
+
+        A flood of marks is split at the first that ends thinking: the parser would take seconds to come to that.
+        """
         if self._make_reasoning is None:
             return "", text
         if not self._starts_thinking and not any(mark in text for mark in self._thinking_marks):
             return "", text
+        opening, closing = self._thinking_marks
+        if _is_flooded(text, (*MARKS, *self._marks, self._thinking_marks)):
+            before, found, after = text.partition(closing)
+            return (before.replace(opening, ""), after) if found else ("", text)
         thinking, said = self._make_reasoning(self._tokenizer).extract_reasoning(text, request)
         return thinking or "", said or ""
 
@@ -180,6 +187,11 @@ class TurnParser:
             return "", ""
         parser = self._make_reasoning(self._tokenizer)
         return parser.reasoning_start_str or "", parser.reasoning_end_str or ""
+
+
+def _is_flooded(text: str, marks: Sequence[tuple[str, str]]) -> bool:
+    """Whether there are more of one mark than a parser can be asked to read."""
+    return any(text.count(mark) > MAX_MARKS for pair in marks for mark in pair if mark)
 
 
 def _closed(text: str, opening: str, closing: str) -> bool:
@@ -224,7 +236,8 @@ def _tool_call_id(call_id: str, number: int) -> str:
     return "call_" + hashlib.blake2b(f"{call_id}/{number}".encode(), digest_size=12).hexdigest()
 
 
-def _tool_parser(name: str) -> Any:
+def tool_parser_class(name: str) -> Any:
+    """vLLM's class of that name; imports vLLM. ConfigError when there is none."""
     _quiet_vllm()
     from vllm.tool_parsers import ToolParserManager
 
@@ -234,7 +247,8 @@ def _tool_parser(name: str) -> Any:
         raise ConfigError(f"[model] tool_parser: vLLM has no {name!r}; see `vllm serve --help`") from err
 
 
-def _reasoning_parser(name: str) -> Any:
+def reasoning_parser_class(name: str) -> Any:
+    """vLLM's class of that name, None for no name; imports vLLM. ConfigError when there is none."""
     if not name:
         return None
     from vllm.reasoning import ReasoningParserManager

@@ -6,6 +6,9 @@ call of its own that was never delivered, so its tokens are counted and never tr
 
 from __future__ import annotations
 
+from functools import partial
+
+import anyio.to_thread
 import msgspec
 from msgspec import Struct
 
@@ -19,6 +22,8 @@ from clawpipe.actors.proxy.upstream import Sampled, Sampler, Wanted
 from clawpipe.pipeline.records import FinishReason
 
 MAX_STOP_CHARS = 1000  # a text that is longer ends no turn, but would be searched for after every token
+INLINE_CHARS = 4000  # what is longer, or may have many marks, takes the parsers long: it is read in a thread
+INLINE_ANGLES = 32
 
 
 class Job(Struct, frozen=True, eq=False):
@@ -48,7 +53,7 @@ class Turns:
         resamples_left = self._max_resamples
         while True:
             sampled = await self._sample(job)
-            turn = self._read(job, sampled)
+            turn = await self._read(job, sampled)
             if not resamples_left or not _failed(sampled, turn):
                 return await self._finish(job, sampled, turn)
             resamples_left -= 1
@@ -64,13 +69,15 @@ class Turns:
         )
         return await self._sampler.sample(wanted, job.call.cut)
 
-    def _read(self, job: Job, sampled: Sampled) -> Turn:
+    async def _read(self, job: Job, sampled: Sampled) -> Turn:
         """What was said, without the text that ended it."""
         assert job.call.head is not None
         text, truncated = self._renderer.decode(sampled.ids), sampled.finish_reason is not FinishReason.STOP
         if sampled.stop_text is not None:
             text, _, _ = text.partition(sampled.stop_text)
-        turn = self._parser.read(text, job.tools, job.call.head.id, truncated=truncated)
+        read = partial(self._parser.read, text, job.tools, job.call.head.id, truncated=truncated)
+        is_short = len(text) <= INLINE_CHARS and text.count("<") <= INLINE_ANGLES
+        turn = read() if is_short else await anyio.to_thread.run_sync(read, abandon_on_cancel=True)
         return msgspec.structs.replace(turn, stop_text=sampled.stop_text)
 
     async def _put_aside(self, job: Job, sampled: Sampled) -> None:
