@@ -14,27 +14,23 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from clawpipe.pipeline.errors import ConfigError
 from clawpipe.pipeline.explain import explain
-
-Positive = Annotated[int, Meta(ge=1)]
-NonNegative = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(gt=0)]
-Fraction = Annotated[float, Meta(ge=0, le=1)]
-Name = Annotated[str, Meta(pattern="^[A-Za-z0-9._-]+$")]
-Port = Annotated[int, Meta(ge=0, le=65535)]
-PortInside = Annotated[int, Meta(ge=1, le=65535)]  # of a sandbox, where the harness is told it before anything listens
-Variable = Annotated[str, Meta(pattern=r"^[A-Za-z_][A-Za-z0-9_]*\Z")]  # of an environment
-MCP_NAME = "^[A-Za-z][A-Za-z0-9_-]*$"  # of a server: part of its tools' names, and a key in harnesses' own files
-
-
-class _Table(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Every table of the file: frozen, keyword only, unknown keys refused."""
+from clawpipe.pipeline.harness_tables import AgentLoopConfig as AgentLoopConfig
+from clawpipe.pipeline.harness_tables import ClaudeCodeConfig as ClaudeCodeConfig
+from clawpipe.pipeline.harness_tables import CodexConfig as CodexConfig
+from clawpipe.pipeline.harness_tables import HarnessConfig as HarnessConfig
+from clawpipe.pipeline.harness_tables import InstalledHarnessConfig as InstalledHarnessConfig
+from clawpipe.pipeline.harness_tables import McpConfig as McpConfig
+from clawpipe.pipeline.harness_tables import OpenClawConfig as OpenClawConfig
+from clawpipe.pipeline.harness_tables import OpenCodeConfig as OpenCodeConfig
+from clawpipe.pipeline.harness_tables import QwenCodeConfig as QwenCodeConfig
+from clawpipe.pipeline.tables import Fraction, Name, NonNegative, Port, Positive, Seconds, Table
 
 
-class RunConfig(_Table, frozen=True, kw_only=True):
+class RunConfig(Table, frozen=True, kw_only=True):
     """[run]"""
 
     name: str = "run"
@@ -44,7 +40,7 @@ class RunConfig(_Table, frozen=True, kw_only=True):
     drain_timeout_s: Seconds = 60.0  # how long a drain waits for rollouts in flight
 
 
-class TinyModelConfig(_Table, frozen=True, kw_only=True):
+class TinyModelConfig(Table, frozen=True, kw_only=True):
     """[model.tiny]: a Qwen3-MoE built on this machine on first use, with its own tokenizer, and cached.
 
     Hidden sizes are multiples of 32 (vLLM's CPU kernel for experts).
@@ -63,7 +59,7 @@ class TinyModelConfig(_Table, frozen=True, kw_only=True):
     seed: int = 0
 
 
-class ColdStartConfig(_Table, frozen=True, kw_only=True):
+class ColdStartConfig(Table, frozen=True, kw_only=True):
     """[model.coldstart]: supervised training on scripted demonstrations before the first rollout.
 
     Stage 1 trains on clean demonstrations, for `max_steps` at most, until the model gives held-out ones the mean
@@ -82,7 +78,7 @@ class ColdStartConfig(_Table, frozen=True, kw_only=True):
     warmup_steps: NonNegative = 20
 
 
-class ModelConfig(_Table, frozen=True, kw_only=True):
+class ModelConfig(Table, frozen=True, kw_only=True):
     """[model]: exactly one of `path` (a Hugging Face folder) and [model.tiny]."""
 
     name: str = "policy"  # what harnesses send as the model's name
@@ -100,7 +96,7 @@ class ModelConfig(_Table, frozen=True, kw_only=True):
             raise ValueError("[model.coldstart] needs [model.tiny]")
 
 
-class NatsConfig(_Table, frozen=True, kw_only=True):
+class NatsConfig(Table, frozen=True, kw_only=True):
     """[nats]: an embedded server, or the `url` of yours."""
 
     url: str = ""
@@ -110,7 +106,7 @@ class NatsConfig(_Table, frozen=True, kw_only=True):
     connect_timeout_s: Seconds = 10.0
 
 
-class EnginesConfig(_Table, frozen=True, kw_only=True):
+class EnginesConfig(Table, frozen=True, kw_only=True):
     """[engines]: the embedded vLLM engines, or the `urls` of yours."""
 
     urls: tuple[str, ...] = ()
@@ -127,7 +123,7 @@ class EnginesConfig(_Table, frozen=True, kw_only=True):
     extra_args: tuple[str, ...] = ()  # of the vLLM server, after ours
 
 
-class ProxyConfig(_Table, frozen=True, kw_only=True):
+class ProxyConfig(Table, frozen=True, kw_only=True):
     """[proxy]. Sampling is part of the policy: it comes from here, never from the harness."""
 
     temperature: Annotated[float, Meta(gt=0)] = 1.0
@@ -144,7 +140,7 @@ class ProxyConfig(_Table, frozen=True, kw_only=True):
     max_connections: Positive = 128  # of one rollout; more are closed at once
 
 
-class SandboxConfig(_Table, frozen=True, kw_only=True):
+class SandboxConfig(Table, frozen=True, kw_only=True):
     """[sandbox]"""
 
     rootfs: str = ""  # empty: prepared from this machine's programs, cached
@@ -162,92 +158,7 @@ class SandboxConfig(_Table, frozen=True, kw_only=True):
     first_uid: Positive = 200_000  # host uids of the sandboxes count up from here
 
 
-class AgentLoopConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="agentloop"):
-    """[[harness]] kind = "agentloop": the white-box tool loop that comes with clawpipe."""
-
-    name: Name = "agentloop"
-    weight: Annotated[float, Meta(gt=0)] = 1.0
-    port: PortInside = 8080  # inside the sandbox
-    system: str = "You work on files. Call one tool per turn."
-    max_turns: Positive = 20
-    max_tokens: Positive = 1024  # per turn
-
-
-class McpConfig(_Table, frozen=True, kw_only=True):
-    """[[harness.mcp]]: an MCP server that the harness starts inside the sandbox, in its own way, over stdio.
-
-    Either a `command` of yours, or `documents`: the stock server that searches and reads a folder of this host.
-    """
-
-    name: Annotated[str, Meta(pattern=MCP_NAME)]
-    command: tuple[str, ...] = ()  # program and arguments, as they are inside the sandbox
-    documents: str = ""  # a folder on this host; the sandbox sees it read-only
-    env: dict[Variable, str] = {}
-
-    def __post_init__(self) -> None:
-        if bool(self.command) == bool(self.documents):
-            raise ValueError(f"set exactly one of `command` and `documents` for the server {self.name!r}")
-        if self.command and not self.command[0]:
-            raise ValueError(f"the `command` of the server {self.name!r} is empty; begin it with a program")
-
-
-class _InstalledHarness(_Table, frozen=True, kw_only=True):
-    """What the entries of all harnesses from npm share; `clawpipe harness install` puts them into the cache."""
-
-    weight: Annotated[float, Meta(gt=0)] = 1.0
-    port: PortInside = 8080  # inside the sandbox
-    version: str = ""  # of its npm package; empty: the one that this clawpipe was tested with
-    max_output_tokens: Positive = 8192  # that the harness is told a turn may have
-    env: dict[Variable, str] = {}  # on top of what the adapter sets
-    mcp: tuple[McpConfig, ...] = ()
-
-    def __post_init__(self) -> None:
-        names = [server.name for server in self.mcp]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f"two [[harness.mcp]] entries are called {name!r}; give each server its own name")
-
-
-class OpenClawConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="openclaw"):
-    """[[harness]] kind = "openclaw": one `openclaw agent exec` per rollout."""
-
-    name: Name = "openclaw"
-    api: Literal["openai-completions", "anthropic-messages", "openai-responses"] = "openai-completions"
-    tools: tuple[str, ...] = ("read", "write", "edit", "exec")  # beside those of its minimal profile
-    precheck_compaction: bool = False  # compacts by its own count between turns, not only on an overflow
-
-
-class ClaudeCodeConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="claude_code"):
-    """[[harness]] kind = "claude_code": one `claude -p` per rollout."""
-
-    name: Name = "claude_code"
-    bare: bool = False  # its smallest system prompt and three tools
-    background_tasks: bool = False  # sub-agents in the background; without, the main loop waits for them
-
-
-class CodexConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="codex"):
-    """[[harness]] kind = "codex": one `codex exec` per rollout."""
-
-    name: Name = "codex"
-
-
-class OpenCodeConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="opencode"):
-    """[[harness]] kind = "opencode": one `opencode run` per rollout."""
-
-    name: Name = "opencode"
-
-
-class QwenCodeConfig(_InstalledHarness, frozen=True, kw_only=True, tag_field="kind", tag="qwen_code"):
-    """[[harness]] kind = "qwen_code": one `qwen` per rollout."""
-
-    name: Name = "qwen_code"
-
-
-InstalledHarnessConfig = OpenClawConfig | ClaudeCodeConfig | CodexConfig | OpenCodeConfig | QwenCodeConfig
-HarnessConfig = AgentLoopConfig | InstalledHarnessConfig
-
-
-class FilingTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="filing"):
+class FilingTasksConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="filing"):
     """[[tasks]] kind = "filing": the generated small task family of the quickstart."""
 
     name: Name = "filing"
@@ -258,7 +169,7 @@ class FilingTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag
     rows: Positive = 3
 
 
-class ClawGymTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="clawgym"):
+class ClawGymTasksConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="clawgym"):
     """[[tasks]] kind = "clawgym": rows {prompt, hook_code, input_files, ...} of a JSONL file."""
 
     path: str
@@ -270,7 +181,7 @@ class ClawGymTasksConfig(_Table, frozen=True, kw_only=True, tag_field="kind", ta
 TasksConfig = FilingTasksConfig | ClawGymTasksConfig
 
 
-class VerifyConfig(_Table, frozen=True, kw_only=True):
+class VerifyConfig(Table, frozen=True, kw_only=True):
     """[verify]: the grader's sandbox."""
 
     timeout_s: Seconds = 60.0
@@ -278,7 +189,7 @@ class VerifyConfig(_Table, frozen=True, kw_only=True):
     max_processes: Positive = 64
 
 
-class ScheduleConfig(_Table, frozen=True, kw_only=True):
+class ScheduleConfig(Table, frozen=True, kw_only=True):
     """[schedule]: `groups_per_step` groups of `group_size` rollouts make one batch."""
 
     groups_per_step: Positive = 8
@@ -287,7 +198,7 @@ class ScheduleConfig(_Table, frozen=True, kw_only=True):
     refill: bool = True  # a rollout lost to infrastructure is run again
 
 
-class ReplayConfig(_Table, frozen=True, kw_only=True):
+class ReplayConfig(Table, frozen=True, kw_only=True):
     """[replay]: the bounded queue between assembler and learner."""
 
     capacity_tokens: Positive = 50_000_000
@@ -296,7 +207,7 @@ class ReplayConfig(_Table, frozen=True, kw_only=True):
     leaf_cap: Positive = 16  # a rollout whose tree has more leaves is dropped whole
 
 
-class ParallelConfig(_Table, frozen=True, kw_only=True):
+class ParallelConfig(Table, frozen=True, kw_only=True):
     """[learner.parallel]: Megatron-Core's sizes. `processes` is a multiple of `tensor` and of expert x expert_tensor;
     `pipeline` must be 1."""
 
@@ -324,7 +235,7 @@ class ParallelConfig(_Table, frozen=True, kw_only=True):
             )
 
 
-class LearnerConfig(_Table, frozen=True, kw_only=True):
+class LearnerConfig(Table, frozen=True, kw_only=True):
     """[learner]"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -340,7 +251,7 @@ class LearnerConfig(_Table, frozen=True, kw_only=True):
     parallel: ParallelConfig = ParallelConfig()
 
 
-class GrpoConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo"):
+class GrpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo"):
     """[algorithm] kind = "grpo": advantages from the group; the formula and its sources are in `learner/loss.py`."""
 
     eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
@@ -349,7 +260,7 @@ class GrpoConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo"
     aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
 
 
-class PpoConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
+class PpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
     """[algorithm] kind = "ppo": advantages from a value model of its own, A_t = R - V(s_t).
 
     The learner has no value model yet: `clawpipe check` says so, and `clawpipe check --offline` takes the recipe.
@@ -365,7 +276,7 @@ class PpoConfig(_Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
 AlgorithmConfig = GrpoConfig | PpoConfig
 
 
-class CorrectionConfig(_Table, frozen=True, kw_only=True):
+class CorrectionConfig(Table, frozen=True, kw_only=True):
     """[correction]: w = stop_grad(min(rho, c(s))), c(s) = 1 + (cap - 1) * decay**s."""
 
     kind: Literal["truncated", "none"] = "truncated"
@@ -373,7 +284,7 @@ class CorrectionConfig(_Table, frozen=True, kw_only=True):
     decay: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
-class PushConfig(_Table, frozen=True, kw_only=True):
+class PushConfig(Table, frozen=True, kw_only=True):
     """[push]: weights into the running engines."""
 
     dir: str = "/dev/shm"  # where versions are staged; every engine reads it
@@ -382,21 +293,21 @@ class PushConfig(_Table, frozen=True, kw_only=True):
     timeout_s: Seconds = 120.0  # of one push into one engine
 
 
-class CheckpointConfig(_Table, frozen=True, kw_only=True):
+class CheckpointConfig(Table, frozen=True, kw_only=True):
     """[checkpoint]"""
 
     every_updates: Positive = 10
     keep_last: Positive = 2  # checkpoints on disk
 
 
-class ObserveConfig(_Table, frozen=True, kw_only=True):
+class ObserveConfig(Table, frozen=True, kw_only=True):
     """[observe]"""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     status_interval_s: Seconds = 1.0
 
 
-class Config(_Table, frozen=True, kw_only=True):
+class Config(Table, frozen=True, kw_only=True):
     """The whole file."""
 
     model: ModelConfig

@@ -18,8 +18,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from clawpipe.actors.tasks.task import McpServer, Task, inside_path, refuse_clashes
-from clawpipe.pipeline.config import MCP_NAME, ClawGymTasksConfig
+from clawpipe.pipeline.config import ClawGymTasksConfig
 from clawpipe.pipeline.errors import TaskError
+from clawpipe.pipeline.tables import MCP_NAME
 
 HIDDEN_FOLDER = "reward"
 # `python3 reward/test.py /root/.openclaw/workspace`: the interpreter's options and the workspace are optional.
