@@ -82,12 +82,12 @@ async def test_records_come_back_in_order_and_once(nats_server):
         )
         await broker.publish_manifest(manifest)
         found = await take(broker.records(), 4)
-        assert [sequence for sequence, _ in found] == [1, 2, 3, 4]
-        assert [record.index for _, record in found[:3]] == [0, 1, 2]
-        assert found[3][1] == manifest
-        assert [sequence for sequence, _ in await take(broker.records(3), 2)] == [3, 4]
+        assert [entry.sequence for entry in found] == [1, 2, 3, 4]
+        assert [entry.record.index for entry in found[:3]] == [0, 1, 2]
+        assert found[3].record == manifest
+        assert [entry.sequence for entry in await take(broker.records(3), 2)] == [3, 4]
         await broker.purge_records(3)
-        assert [sequence for sequence, _ in await take(broker.records(1), 2)] == [3, 4]
+        assert [entry.sequence for entry in await take(broker.records(1), 2)] == [3, 4]
 
 
 async def test_an_unacknowledged_request_comes_again_and_an_acknowledged_one_does_not(nats_server):
@@ -113,14 +113,14 @@ async def test_a_killed_server_loses_nothing_and_readers_go_on(nats_server):
         await broker.setup(1024**3)
         await broker.publish_call(call("r-1", 0))
         reader = broker.records()
-        assert (await take_one(reader))[0] == 1
+        assert (await take_one(reader)).sequence == 1
         nats_server.kill()
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(broker.publish_call, call("r-1", 1))
             await anyio.sleep(0.5)
             nats_server.start()
-            assert (await take_one(reader))[0] == 2
+            assert (await take_one(reader)).sequence == 2
         await reader.aclose()
 
 
@@ -138,7 +138,7 @@ async def test_a_restarted_run_finds_its_streams_whatever_they_reserve(nats_serv
     nats_server.start()
     async with Broker.connect(nats_server.url, nats_server.token) as broker:
         await broker.setup(1024**3)
-        assert [sequence for sequence, _ in await take(broker.records(), 1)] == [1]
+        assert [entry.sequence for entry in await take(broker.records(), 1)] == [1]
 
 
 async def test_a_store_that_is_too_large_for_the_server_is_one_clear_error(nats_server):

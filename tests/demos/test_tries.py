@@ -18,18 +18,19 @@ from clawpipe.actors.recording.tries import MAX_TRIES, problem_of, record_fit, s
 from clawpipe.pipeline.assembler import Rollout
 from clawpipe.pipeline.config import OpenClawConfig
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.packing import Path
-from clawpipe.pipeline.records import Infra, Outcome, RolloutManifest, Scored, TimedOut
+from clawpipe.pipeline.packing import Branch
+from clawpipe.pipeline.records import Infra, Outcome, Role, RolloutManifest, Scored, TimedOut
+from clawpipe.pipeline.segments import Part
 
 TAKES = list(takes(OpenClawConfig(name="claw"), [Shape(0), Shape(2), Shape(3)], random.Random(1)))
-SAID = Path(tokens=np.ones(2, np.int32), entries=np.ones(1, np.int32), logprobs=np.zeros(1), versions=np.zeros(1))
+SAID = Branch(tokens=np.ones(2, np.int32), entries=np.ones(1, np.int32), logprobs=np.zeros(1), versions=np.zeros(1))
 
 
 def recording(take: Take, outcome: Outcome) -> Recording:
     manifest = RolloutManifest(
         rollout_id=take.name, attempt=1, group_id="", task_id="", harness="claw", calls=(), outcome=outcome
     )
-    return Recording(take=take, rollout=Rollout(manifest, paths=(SAID,), fates=()), calls=())
+    return Recording(take=take, rollout=Rollout(manifest, parts=(Part(Role.MAIN, (SAID,)),), fates=()), calls=())
 
 
 class Studio:
@@ -108,7 +109,7 @@ def test_a_recording_is_fit_when_it_ended_by_itself_with_the_reward_of_its_scrip
 
 def test_a_conversation_that_forked_is_not_fit() -> None:
     one = recording(TAKES[0], FIT)
-    forked = replace(one.rollout, paths=(SAID, SAID))
+    forked = replace(one.rollout, parts=(Part(Role.MAIN, (SAID, SAID)),))
     assert problem_of(structs.replace(one, rollout=forked)) == (
         "claw-00: its main conversation is not one sequence, it has 2 branches"
     )

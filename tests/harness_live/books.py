@@ -44,12 +44,12 @@ def _check_trained(rollout: Rollout) -> None:
         _key(logprob): (said, n) for said in rollout.engine.said for n, logprob in enumerate(said.sampled.logprobs)
     }
     kept: Counter[str] = Counter()
-    for path in rollout.paths:
-        for entry, logprob, version in zip(path.entries, path.logprobs, path.versions, strict=True):
+    for branch in rollout.branches:
+        for entry, logprob, version in zip(branch.entries, branch.logprobs, branch.versions, strict=True):
             said, n = origin[_key(logprob)]
             whole = np.concatenate((said.prompt, said.sampled.ids[: n + 1]))
             assert entry == len(said.prompt) + n
-            assert np.array_equal(path.tokens[: entry + 1], whole)
+            assert np.array_equal(branch.tokens[: entry + 1], whole)
             assert version == versions(said)[n]
             kept[said.call_id] += 1
     assert kept == Counter({fate.call_id: fate.kept for fate in rollout.closed.fates if fate.kept})
@@ -67,6 +67,6 @@ def is_chain(rollout: Rollout) -> bool:
 def check_one_branch(rollout: Rollout) -> None:
     """The main conversation is one branch, every sampled token of it is trained, and nothing else is."""
     assert is_chain(rollout), table(rollout)
-    assert len(rollout.paths) == 1
+    assert len(rollout.branches) == 1
     assert rollout.closed.num_kept == sum(len(said.sampled.ids) for said in rollout.main)
     assert all(reason.startswith("auxiliary_") for reason in rollout.dropped), rollout.dropped

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clawpipe.pipeline import assembler, tree
-from clawpipe.pipeline.packing import Path as TrainedPath
+from clawpipe.pipeline.packing import Branch
 from clawpipe.pipeline.records import CallRecord, IntArray, Outcome, Role, RolloutManifest
 from clawpipe.pipeline.segments import CallFate, DropReason
 from harness_live.faults import Seen
@@ -56,8 +56,8 @@ class Rollout:
         return sorted(self.closed.fates, key=lambda fate: order[fate.call_id])
 
     @property
-    def paths(self) -> tuple[TrainedPath, ...]:
-        return self.closed.paths
+    def branches(self) -> tuple[Branch, ...]:
+        return self.closed.branches
 
     @property
     def dropped(self) -> Counter[DropReason]:

@@ -160,11 +160,12 @@ async def _read_back(broker: Broker) -> tuple[list[CallRecord], RolloutManifest]
     left = await broker.last_records_sequence()
     found: list[CallRecord] = []
     with anyio.fail_after(20):
-        async for sequence, record in broker.records():
-            if isinstance(record, RolloutManifest):
-                assert sequence == left, "the manifest is not the last record"
-                return found, record
-            found.append(record)
+        async for entry in broker.records():
+            assert entry.record is not None, entry.detail
+            if isinstance(entry.record, RolloutManifest):
+                assert entry.sequence == left, "the manifest is not the last record"
+                return found, entry.record
+            found.append(entry.record)
     raise AssertionError("the stream ended")
 
 

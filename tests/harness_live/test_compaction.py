@@ -51,7 +51,7 @@ def test_a_full_context_is_summed_up_and_the_conversation_goes_on_in_a_new_segme
     rollout = live.run(tongue.config(), errand, script, context_tokens=case.context_tokens)
     assert rollout.outcome == Scored(reward=1.0, checks={"count.txt": 1.0}), (table(rollout), rollout.output[-500:])
     assert Role.COMPACTION in rollout.roles, table(rollout)
-    assert len(rollout.paths) == 2, table(rollout)
+    assert len(rollout.branches) == 2, table(rollout)
     assert _beginnings(rollout) == 2
     assert set(rollout.dropped) - {DropReason.AUXILIARY_TITLE} == {DropReason.AUXILIARY_COMPACTION}, table(rollout)
     assert rollout.closed.num_kept == sum(len(said.sampled.ids) for said in rollout.main)

@@ -53,7 +53,7 @@ def test_a_stream_dropped_behind_a_finished_call_is_adopted_in_part_or_not_at_al
     else:
         assert rollout.fate_of(dropped).kept == 0, table(rollout)
         assert begins(after, before, len(before.sampled.ids))
-    assert len(rollout.paths) == 1
+    assert len(rollout.branches) == 1
     assert rollout.fate_of(before).kept == len(before.sampled.ids)
     assert rollout.fate_of(after).kept == len(after.sampled.ids)
 
@@ -107,7 +107,7 @@ def _check_repeat(rollout: Rollout, kind: str) -> None:
     assert set(rollout.fate_of(lost).dropped) <= {DropReason.UNDELIVERED, DropReason.DEAD_LEAF}
     assert rollout.fate_of(lost).kept == 0, table(rollout)
     assert begins(after, before, len(before.sampled.ids))
-    assert len(rollout.paths) == 1
+    assert len(rollout.branches) == 1
 
 
 def _check_text_adopted(rollout: Rollout) -> None:
@@ -116,7 +116,7 @@ def _check_text_adopted(rollout: Rollout) -> None:
     assert set(rollout.fate_of(dropped).dropped) == {DropReason.NOT_ADOPTED}
     assert begins(after, dropped, rollout.fate_of(dropped).kept)
     assert not rollout.broken
-    assert len(rollout.paths) == 1
+    assert len(rollout.branches) == 1
 
 
 def begins(later: Said, earlier: Said, num_sampled: int) -> bool:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 from hypothesis import strategies as st
 
+from clawpipe.pipeline import entries
 from clawpipe.pipeline.assembler import close
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.records import (
@@ -17,9 +18,17 @@ from clawpipe.pipeline.records import (
     RolloutManifest,
     Scored,
     VersionSpan,
+    encode,
     float_bytes,
     int_bytes,
 )
+
+
+def entry(sequence, record):
+    """The record as the stream gives it."""
+    kind = "call" if isinstance(record, CallRecord) else "manifest"
+    name = record.call_id if isinstance(record, CallRecord) else f"{record.rollout_id}.a{record.attempt}.manifest"
+    return entries.read(sequence, f"clawpipe.records.{kind}.{record.rollout_id}", name, encode(record))
 
 
 def common(a, b):

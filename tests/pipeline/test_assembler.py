@@ -36,7 +36,7 @@ def fates(rollout):
 
 
 def content(rollout):
-    return [(p.tokens.tolist(), p.entries.tolist(), p.logprobs.tolist()) for p in rollout.paths], rollout.fates
+    return [(p.tokens.tolist(), p.entries.tolist(), p.logprobs.tolist()) for p in rollout.branches], rollout.fates
 
 
 @given(scripts(roles=(Role.MAIN, Role.COMPACTION)), st.randoms(use_true_random=False))
@@ -45,7 +45,7 @@ def test_any_order_and_duplication_closes_the_rollout_once_with_the_same_content
     records = [*script.records, manifest, *random.choices([*script.records, manifest], k=3)]
     random.shuffle(records)
     joining = assembler()
-    closed = [rollout for record in records for rollout in [joining.add(record, 0.0)[1]] if rollout]
+    closed = [rollout for record in records for rollout in [joining.add(record, 0.0).rollout] if rollout]
     assert len(closed) == 1
     assert content(closed[0]) == content(script.closed())
 
@@ -53,12 +53,13 @@ def test_any_order_and_duplication_closes_the_rollout_once_with_the_same_content
 def test_a_rollout_closes_with_the_last_of_its_calls():
     script, joining = two_calls(), assembler()
     first, second = script.records
-    assert joining.add(script.manifest(), 0.0) == (Arrival.NEW, None)
-    assert joining.add(second, 0.0) == (Arrival.NEW, None)
-    arrival, rollout = joining.add(first, 0.0)
+    assert joining.add(script.manifest(), 0.0).arrival is Arrival.NEW
+    assert joining.add(second, 0.0).arrival is Arrival.NEW
+    verdict = joining.add(first, 0.0)
+    arrival, rollout = verdict.arrival, verdict.rollout
     assert arrival is Arrival.NEW
     assert rollout.num_kept == 3
-    assert joining.add(first, 0.0) == (Arrival.DUPLICATE, None)
+    assert joining.add(first, 0.0).arrival is Arrival.DUPLICATE
 
 
 def test_the_calls_of_an_attempt_that_died_are_dropped_by_name():
@@ -68,19 +69,19 @@ def test_the_calls_of_an_attempt_that_died_are_dropped_by_name():
     script.call([1, 2], [3, 4])
     joining.add(dead.records[0], 0.0)
     joining.add(script.records[0], 0.0)
-    _, rollout = joining.add(script.manifest(), 0.0)
+    rollout = joining.add(script.manifest(), 0.0).rollout
     assert {f.call_id: dict(f.dropped) for f in rollout.fates} == {
         "r-000000-0.a1.c0": {DropReason.LOST_ATTEMPT: 2},
         "r-000000-0.a2.c0": {},
     }
-    assert [p.tokens.tolist() for p in rollout.paths] == [[1, 2, 3, 4]]
+    assert [p.tokens.tolist() for p in rollout.branches] == [[1, 2, 3, 4]]
 
 
 def test_a_call_that_the_manifest_does_not_list_is_dropped_by_name():
     script, joining = two_calls(), assembler()
     for record in script.records:
         joining.add(record, 0.0)
-    _, rollout = joining.add(script.manifest(listed=[script.records[0].call_id]), 0.0)
+    rollout = joining.add(script.manifest(listed=[script.records[0].call_id]), 0.0).rollout
     assert fates(rollout) == {"c0": (2, {}), "c1": (0, {DropReason.UNLISTED: 1})}
 
 
@@ -93,8 +94,8 @@ def test_a_manifest_that_waits_too_long_is_dropped_as_incomplete():
     assert rollout.dropped is DropReason.INCOMPLETE
     assert rollout.detail == "1 of 2 calls never came, r-000000-0.a1.c1 for one"
     assert fates(rollout) == {"c0": (0, {DropReason.INCOMPLETE: 2})}
-    assert joining.add(script.records[1], 16.0) == (Arrival.LATE, None)
-    assert joining.add(script.records[1], 16.0) == (Arrival.DUPLICATE, None)
+    assert joining.add(script.records[1], 16.0).arrival is Arrival.LATE
+    assert joining.add(script.records[1], 16.0).arrival is Arrival.DUPLICATE
 
 
 def test_calls_without_a_manifest_never_expire():
@@ -114,7 +115,7 @@ def test_calls_without_a_manifest_never_expire():
 )
 def test_what_was_not_graded_trains_nothing(outcome, reason, detail):
     rollout = two_calls().closed(outcome)
-    assert (rollout.dropped, rollout.detail, rollout.paths) == (reason, detail, ())
+    assert (rollout.dropped, rollout.detail, rollout.branches) == (reason, detail, ())
     assert fates(rollout) == {"c0": (0, {reason: 2}), "c1": (0, {reason: 1})}
 
 
@@ -166,9 +167,9 @@ def test_the_first_manifest_of_a_rollout_counts():
     script, joining = two_calls(), assembler()
     joining.add(script.manifest(Scored(reward=0.5)), 0.0)
     again = msgspec.structs.replace(script.manifest(Scored(reward=1.0)), attempt=2)
-    assert joining.add(again, 0.0) == (Arrival.DUPLICATE, None)
+    assert joining.add(again, 0.0).arrival is Arrival.DUPLICATE
     joining.add(script.records[0], 0.0)
-    _, rollout = joining.add(script.records[1], 0.0)
+    rollout = joining.add(script.records[1], 0.0).rollout
     assert rollout.reward == 0.5
 
 
@@ -177,17 +178,17 @@ def test_a_rollout_given_up_names_the_calls_that_came_of_it():
     joining.add(script.records[0], 0.0)
     [fate] = joining.abandon("r-000000-0", DropReason.LOST)
     assert (fate.call_id, dict(fate.dropped)) == (script.records[0].call_id, {DropReason.LOST: 2})
-    assert joining.add(script.records[1], 0.0) == (Arrival.LATE, None)
+    assert joining.add(script.records[1], 0.0).arrival is Arrival.LATE
 
 
 def test_skipped_rollouts_are_not_closed_again():
     script, joining = two_calls(), assembler()
     joining.skip(["r-000000-0"])
     for record in (*script.records, script.manifest()):
-        assert joining.add(record, 0.0) == (Arrival.DUPLICATE, None)
+        assert joining.add(record, 0.0).arrival is Arrival.DUPLICATE
     joining.caught_up()
-    assert joining.add(script.records[0], 0.0) == (Arrival.LATE, None)
-    assert joining.add(script.records[0], 0.0) == (Arrival.DUPLICATE, None)
+    assert joining.add(script.records[0], 0.0).arrival is Arrival.LATE
+    assert joining.add(script.records[0], 0.0).arrival is Arrival.DUPLICATE
 
 
 def test_the_newest_version_is_that_of_a_trained_token():
@@ -203,4 +204,4 @@ def test_a_rollouts_bytes_are_never_copied_into_python_numbers():
     big = msgspec.structs.replace(record, prompt_delta=int_bytes(range(100_000)), prompt_tokens=100_000)
     rollout = Script(records=[big]).closed()
     assert isinstance(big, CallRecord)
-    assert rollout.paths[0].tokens.nbytes == 4 * 100_001
+    assert rollout.branches[0].tokens.nbytes == 4 * 100_001

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pipeline_scripts import Script, configuration, two_turns
+from pipeline_scripts import Script, configuration, entry, two_turns
 
 from clawpipe.pipeline import restart
 from clawpipe.pipeline.books import Totals
@@ -53,7 +53,7 @@ class Stream:
     def __call__(self, *records, now=0.0):
         for record in records:
             self.sequence += 1
-            self.flow.record(self.sequence, record, now)
+            self.flow.record(entry(self.sequence, record), now)
 
 
 def started(flow):
@@ -330,7 +330,7 @@ class Machine(RuleBasedStateMachine):
     def read(self):
         for sequence, record in self.stream:
             if sequence > self.position:
-                self.flow.record(sequence, record, self.now)
+                self.flow.record(entry(sequence, record), self.now)
                 self.position = sequence
 
     @rule(seconds=st.sampled_from([1.0, 11.0]))

@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clawpipe.pipeline.forest import Forest
-from clawpipe.pipeline.packing import Path, Trainable, pack
+from clawpipe.pipeline.packing import Branch, Trainable, pack
 from clawpipe.pipeline.records import floats, ints
 
 
-def path(tokens, entries=(), logprobs=None, version=0):
+def branch(tokens, entries=(), logprobs=None, version=0):
     m = len(entries)
-    return Path(
+    return Branch(
         tokens=np.array(tokens, np.int32),
         entries=np.array(entries, np.int32),
         logprobs=np.array(logprobs if logprobs is not None else [-0.5] * m, np.float32),
@@ -44,14 +44,14 @@ small_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=9)
 def groups(draw):
     rollouts = []
     for index in range(draw(st.integers(1, 5))):
-        paths = []
+        branches = []
         for _ in range(draw(st.integers(1, 4))):
             tokens = draw(small_tokens)
             entries = sorted(draw(st.sets(st.integers(1, 9).filter(lambda e: e < 9)))) if len(tokens) > 1 else []
             entries = [e for e in entries if e < len(tokens)]
             logprobs = draw(st.lists(st.floats(-5, 0, width=32), min_size=len(entries), max_size=len(entries)))
-            paths.append(path(tokens, entries, logprobs, draw(st.integers(0, 3))))
-        rollouts.append(Trainable(rollout_index=index, paths=tuple(paths)))
+            branches.append(branch(tokens, entries, logprobs, draw(st.integers(0, 3))))
+        rollouts.append(Trainable(rollout_index=index, branches=tuple(branches)))
     return rollouts
 
 
@@ -73,7 +73,7 @@ def test_the_trees_hold_exactly_the_prefixes_of_the_paths_each_once(rollouts, bu
         tokens = ints(forest.tokens).tolist()
         spelled = [tuple(tokens[j] for j in ancestors_by_end(forest, i)) for i in range(len(tokens))]
         owners = whole_owners(rollouts, set(spelled))
-        expected = {tuple(p.tokens[: n + 1].tolist()) for r in owners for p in r.paths for n in range(len(p.tokens))}
+        expected = {tuple(p.tokens[: n + 1].tolist()) for r in owners for p in r.branches for n in range(len(p.tokens))}
         filling = len(tokens) - len(expected)
         assert 0 <= filling < align
         assert len(tokens) % align == 0
@@ -83,7 +83,7 @@ def test_the_trees_hold_exactly_the_prefixes_of_the_paths_each_once(rollouts, bu
 
 
 def whole_owners(rollouts, spelled):
-    return [r for r in rollouts if all(tuple(p.tokens.tolist()) in spelled for p in r.paths)]
+    return [r for r in rollouts if all(tuple(p.tokens.tolist()) in spelled for p in r.branches)]
 
 
 @given(groups(), st.integers(1, 40))
@@ -104,7 +104,7 @@ def test_every_rollout_keeps_one_entry_for_each_token_it_sampled(rollouts, budge
             found[key] = logprob, version
     expected = {}
     for rollout in rollouts:
-        for p in rollout.paths:
+        for p in rollout.branches:
             for e, logprob, version in zip(p.entries.tolist(), p.logprobs.tolist(), p.versions.tolist(), strict=True):
                 key = rollout.rollout_index, tuple(p.tokens[: e + 1].tolist())
                 expected.setdefault(key, (logprob, version))
@@ -125,7 +125,7 @@ def test_a_rollout_lies_in_one_forest_and_only_a_lone_rollout_is_over_the_budget
 
 
 def unique_prefixes(rollouts):
-    return {tuple(p.tokens[: n + 1].tolist()) for r in rollouts for p in r.paths for n in range(len(p.tokens))}
+    return {tuple(p.tokens[: n + 1].tolist()) for r in rollouts for p in r.branches for n in range(len(p.tokens))}
 
 
 @given(groups())
@@ -136,8 +136,8 @@ def test_with_room_for_all_there_is_one_forest_of_the_unique_tokens(rollouts):
 
 def test_the_vectors_of_a_small_forest_are_as_by_hand():
     # root 7 8, then 1 2 (rollout 0) and 1 3 4 (rollout 1)
-    first = Trainable(rollout_index=0, paths=(path([7, 8, 1, 2], [2, 3], [-0.1, -0.2], 5),))
-    second = Trainable(rollout_index=1, paths=(path([7, 8, 1, 3, 4], [2, 4], [-0.3, -0.4], 6),))
+    first = Trainable(rollout_index=0, branches=(branch([7, 8, 1, 2], [2, 3], [-0.1, -0.2], 5),))
+    second = Trainable(rollout_index=1, branches=(branch([7, 8, 1, 3, 4], [2, 4], [-0.3, -0.4], 6),))
     (forest,) = pack([second, first], 100, align=4)
     assert ints(forest.tokens).tolist() == [7, 8, 1, 2, 3, 4, 0, 0]
     assert ints(forest.position).tolist() == [0, 1, 2, 3, 3, 4, 0, 0]
@@ -151,7 +151,7 @@ def test_the_vectors_of_a_small_forest_are_as_by_hand():
 
 def test_a_group_stays_together_where_it_shares_its_prefix():
     def member(index, task):
-        return Trainable(rollout_index=index, paths=(path([task] * 6 + [index], [6]),))
+        return Trainable(rollout_index=index, branches=(branch([task] * 6 + [index], [6]),))
 
     forests = pack([member(0, 50), member(1, 51), member(2, 50), member(3, 51)], 8)
     homes = [sorted(set(ints(forest.entry_rollout).tolist())) for forest in forests]
@@ -160,12 +160,12 @@ def test_a_group_stays_together_where_it_shares_its_prefix():
 
 def test_an_entry_at_the_first_token_is_refused_because_nothing_predicts_it():
     with pytest.raises(ValueError, match="entry outside 1"):
-        pack([Trainable(rollout_index=3, paths=(path([1, 2], [0]),))], 10)
+        pack([Trainable(rollout_index=3, branches=(branch([1, 2], [0]),))], 10)
 
 
 def test_entries_that_do_not_ascend_are_refused():
     with pytest.raises(ValueError, match="do not ascend"):
-        pack([Trainable(rollout_index=3, paths=(path([1, 2, 3], [2, 1]),))], 10)
+        pack([Trainable(rollout_index=3, branches=(branch([1, 2, 3], [2, 1]),))], 10)
 
 
 def test_a_budget_below_the_alignment_is_refused():

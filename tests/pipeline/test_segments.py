@@ -23,13 +23,13 @@ def kept(selection):
     """[(path, {position: number of the sample})]"""
     return [
         (
-            path.tokens.tolist(),
+            branch.tokens.tolist(),
             {
                 e: round(-1024 * logprob) - 1
-                for e, logprob in zip(path.entries.tolist(), path.logprobs.tolist(), strict=True)
+                for e, logprob in zip(branch.entries.tolist(), branch.logprobs.tolist(), strict=True)
             },
         )
-        for path in selection.paths
+        for branch in selection.branches
     ]
 
 
@@ -187,9 +187,9 @@ def test_more_leaves_than_the_cap_drop_the_rollout_whole():
     for leaf in range(3):
         script.call([1, 10 + leaf], [20])
     script.call([5], [6, 7], role=Role.TITLE)
-    assert len(selected(script, leaf_cap=3).paths) == 3
+    assert len(selected(script, leaf_cap=3).branches) == 3
     selection = selected(script, leaf_cap=2)
-    assert selection.paths == ()
+    assert selection.branches == ()
     over = {DropReason.OVER_BRANCHED: 1}
     assert dropped(selection) == [over, over, over, {DropReason.AUXILIARY_TITLE: 2}]
 
@@ -234,8 +234,8 @@ def test_an_entry_is_the_engines_sample_in_exactly_the_context_that_the_path_giv
             version = record.versions[0].version
             samples[len(samples)] = (prompt + completion[:k], completion[k], version, record.role)
     selection = selected(script, undelivered=undelivered)
-    for path, (tokens, entries) in zip(selection.paths, kept(selection), strict=True):
-        for (position, number), version in zip(entries.items(), path.versions.tolist(), strict=True):
+    for branch, (tokens, entries) in zip(selection.branches, kept(selection), strict=True):
+        for (position, number), version in zip(entries.items(), branch.versions.tolist(), strict=True):
             assert samples[number] == (tokens[:position], tokens[position], version, Role.MAIN)
 
 

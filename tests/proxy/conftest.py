@@ -269,8 +269,8 @@ class Proxy:
         """The first `number` records of the stream."""
         found: list[Any] = []
         with anyio.fail_after(WAIT_S):
-            async for _, record in self.broker.records():
-                found.append(record)
+            async for entry in self.broker.records():
+                found.append(entry.record)
                 if len(found) == number:
                     return found
         raise AssertionError

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from clawpipe.learner.tokenizer import Piece, encode_pieces, pieces_of
 from clawpipe.pipeline.errors import LearnerError
-from clawpipe.pipeline.packing import Path
+from clawpipe.pipeline.packing import Branch
 
 
 class Conversation(Struct, frozen=True, kw_only=True, tag_field="kind", tag="conversation"):
@@ -82,7 +82,7 @@ class Filled:
 Demonstration = Conversation | Filled
 
 
-def read(path: FilePath) -> list[Demonstration]:
+def read(path: Path) -> list[Demonstration]:
     """The file's demonstrations. LearnerError, with the line, when it cannot be read."""
     try:
         lines = path.read_bytes().splitlines()
@@ -108,11 +108,11 @@ def recordings_of(demonstrations: Sequence[Demonstration]) -> list[Recording]:
     return list({each.recording.name: each.recording for each in demonstrations if isinstance(each, Filled)}.values())
 
 
-def sequence(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstration) -> Path:
+def sequence(tokenizer: PreTrainedTokenizerFast, demonstration: Demonstration) -> Branch:
     """Its tokens, with a loss entry for each one of an assistant turn, the end mark included."""
     ids, sampled = encode_pieces(tokenizer, demonstration.pieces(tokenizer))
     entries = np.flatnonzero(sampled).astype(np.int32)
-    return Path(
+    return Branch(
         tokens=np.array(ids, np.int32),
         entries=entries,
         logprobs=np.zeros(len(entries), np.float32),

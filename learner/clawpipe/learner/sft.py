@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path as FilePath
+from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
@@ -26,7 +26,7 @@ from clawpipe.pipeline.config import ColdStartConfig, Config, ParallelConfig
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.forest import Batch, RolloutRow
 from clawpipe.pipeline.observe import EventLog, Progress
-from clawpipe.pipeline.packing import Path, Trainable, pack
+from clawpipe.pipeline.packing import Branch, Trainable, pack
 from clawpipe.pipeline.runtime import Runtime
 
 CLIP_GRAD = 1.0
@@ -39,9 +39,9 @@ USUAL_CLEAN_STEPS = 220  # how long stage 1 takes for agentloop alone; for the t
 class Lessons:
     """The demonstrations as sequences, by their use."""
 
-    clean: Sequence[Path]
-    flawed: Sequence[Path]
-    held_out: Mapping[str, Sequence[Path]]  # per harness clean ones, not trained on
+    clean: Sequence[Branch]
+    flawed: Sequence[Branch]
+    held_out: Mapping[str, Sequence[Branch]]  # per harness clean ones, not trained on
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ def main(config: Config, runtime: Runtime) -> None:
     log = EventLog("coldstart")
     progress = Progress(runtime.path(), "coldstart", "cold start")
     torch.set_num_threads(config.learner.threads)
-    source = FilePath(runtime.init_model_dir)
-    lessons = read_lessons(FilePath(runtime.demos_path), source)
+    source = Path(runtime.init_model_dir)
+    lessons = read_lessons(Path(runtime.demos_path), source)
     with parallel.session(ParallelConfig()):
         model = build_model(source, ParallelConfig(), torch.float32, tiny.seed)
         hf.load(model, source)
         trainer = Trainer(model, recipe, lessons, random.Random(f"coldstart-{tiny.seed}"))
         outcome = trainer.run(progress)
-        hf.save_hf_folder(model, source, FilePath(runtime.start_model_dir))
+        hf.save_hf_folder(model, source, Path(runtime.start_model_dir))
     progress.finish(f"{outcome.clean_steps} clean and {recipe.flawed_steps} flawed steps")
     log.info(
         "cold start finished",
@@ -79,12 +79,12 @@ def main(config: Config, runtime: Runtime) -> None:
     )
 
 
-def read_lessons(demos_path: FilePath, model_dir: FilePath) -> Lessons:
+def read_lessons(demos_path: Path, model_dir: Path) -> Lessons:
     """The demonstrations in the model's tokens. LearnerError when a kind of them is missing."""
     tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
-    clean: list[Path] = []
-    flawed: list[Path] = []
-    held_out: dict[str, list[Path]] = {}
+    clean: list[Branch] = []
+    flawed: list[Branch] = []
+    held_out: dict[str, list[Branch]] = {}
     for each in read(demos_path):
         kind = held_out.setdefault(each.harness, []) if each.held_out else flawed if each.flawed else clean
         kind.append(sequence(tokenizer, each))
@@ -106,7 +106,8 @@ class Trainer:
         self._optimizer: Optimizer = MuonAdamW(
             model, muon_lr=recipe.muon_lr, adamw_lr=recipe.adamw_lr, clip_grad=CLIP_GRAD
         )
-        self._gates = [_forest(paths[:GATE_DEMONSTRATIONS], model.vocab_size) for paths in lessons.held_out.values()]
+        held_out = lessons.held_out.values()
+        self._gates = [_forest(branches[:GATE_DEMONSTRATIONS], model.vocab_size) for branches in held_out]
 
     def run(self, progress: Progress) -> Outcome:
         """Both stages. LearnerError when `max_steps` do not open the gate."""
@@ -153,12 +154,12 @@ class Trainer:
             progress.at(clean_steps + step + 1, f"flawed step {step + 1}, loss {loss:.3f}", clean_steps + total)
         return loss
 
-    def _draw(self, flawed_fraction: float) -> list[Path]:
+    def _draw(self, flawed_fraction: float) -> list[Branch]:
         """One batch. Neither list is walked through in order: a batch is a sample of all demonstrations."""
         lists = (self._lessons.clean, self._lessons.flawed)
         return [self._dice.choice(lists[self._dice.random() < flawed_fraction]) for _ in range(self._recipe.batch_size)]
 
-    def _step(self, sequences: Sequence[Path], lr_scale: float) -> float:
+    def _step(self, sequences: Sequence[Branch], lr_scale: float) -> float:
         """One optimizer step on the mean loss per sampled token, which is returned in nats."""
         forest = _forest(sequences, self._model.vocab_size)
         self._optimizer.set_lr(lr_scale)
@@ -169,10 +170,10 @@ class Trainer:
         return loss.item()
 
 
-def _forest(sequences: Sequence[Path], vocab_size: int) -> ForestTensors:
+def _forest(sequences: Sequence[Branch], vocab_size: int) -> ForestTensors:
     """The sequences as one forest: what they share, the system turn above all, is computed once."""
-    trainables = [Trainable(rollout_index=index, paths=(path,)) for index, path in enumerate(sequences)]
-    (forest,) = pack(trainables, budget_tokens=sum(len(path.tokens) for path in sequences))
+    trainables = [Trainable(rollout_index=index, branches=(branch,)) for index, branch in enumerate(sequences)]
+    (forest,) = pack(trainables, budget_tokens=sum(len(branch.tokens) for branch in sequences))
     rows = tuple(
         RolloutRow(
             rollout_id=f"demonstration {index}",
@@ -180,9 +181,9 @@ def _forest(sequences: Sequence[Path], vocab_size: int) -> ForestTensors:
             harness="",
             reward=0.0,
             advantage=0.0,
-            num_trainable=len(path.entries),
+            num_trainable=len(branch.entries),
         )
-        for index, path in enumerate(sequences)
+        for index, branch in enumerate(sequences)
     )
     demonstrations = Batch(batch_id="cold start", version=0, rollouts=rows, forests=(forest,))
     (tensors,) = batch.load(demonstrations, vocab_size=vocab_size, version=0)

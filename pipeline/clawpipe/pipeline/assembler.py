@@ -15,9 +15,9 @@ from enum import StrEnum
 
 import numpy as np
 
-from clawpipe.pipeline.packing import Path
-from clawpipe.pipeline.records import CallRecord, Infra, RolloutManifest, VerifierInfra
-from clawpipe.pipeline.segments import CallFate, DropReason, Selection, dropped_whole, select
+from clawpipe.pipeline.packing import Branch
+from clawpipe.pipeline.records import CallRecord, Infra, Role, RolloutManifest, VerifierInfra
+from clawpipe.pipeline.segments import CallFate, DropReason, Part, Selection, branches_of, dropped_whole, select
 from clawpipe.pipeline.tree import MalformedRecords, build, resolve
 
 
@@ -27,6 +27,17 @@ class Arrival(StrEnum):
     NEW = "new"
     DUPLICATE = "duplicate"  # seen before; nothing changed
     LATE = "late"  # a call that nobody knew of, of a rollout that is closed
+    UNSOUND = "unsound"  # it contradicts itself
+    CONFLICTING = "conflicting"  # seen before, with another content
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """What became of a record."""
+
+    arrival: Arrival
+    rollout: Rollout | None = None  # that it closed
+    detail: str = ""  # what is wrong with the record
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,10 +45,12 @@ class Rollout:
     """A closed rollout: what is trained of it, and what became of each of its calls."""
 
     manifest: RolloutManifest
-    paths: tuple[Path, ...]
+    parts: tuple[Part, ...]  # main first; none without branches
     fates: tuple[CallFate, ...]
     dropped: DropReason | None = None  # why all of it is dropped
     detail: str = ""  # what a person should know about that
+    num_leaves: int = 0
+    leaf_cap: int = 0  # by which it was judged; 0: it was not
 
     @property
     def rollout_id(self) -> str:
@@ -47,12 +60,22 @@ class Rollout:
     @property
     def num_kept(self) -> int:
         """Trainable tokens."""
-        return sum(len(path.entries) for path in self.paths)
+        return sum(part.num_kept for part in self.parts)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Those of the main conversation."""
+        return branches_of(self.parts, Role.MAIN)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on all kept branches: what it occupies."""
+        return sum(len(branch.tokens) for part in self.parts for branch in part.branches)
 
     @property
     def newest_version(self) -> int:
         """The version of its newest trainable token. ValueError when it has none."""
-        return max(int(path.versions.max()) for path in self.paths)
+        return max(int(branch.versions.max()) for part in self.parts for branch in part.branches)
 
     @property
     def reward(self) -> float:
@@ -85,11 +108,11 @@ class Assembler:
         self._closed: dict[str, frozenset[str]] = {}  # rollout -> the calls that are accounted for
         self._skipped: set[str] = set()  # closed rollouts of which every call that is read now is accounted for
 
-    def add(self, record: CallRecord | RolloutManifest, now_s: float) -> tuple[Arrival, Rollout | None]:
+    def add(self, record: CallRecord | RolloutManifest, now_s: float) -> Verdict:
         """Takes a record; gives the rollout if that closes it."""
         known = self._closed.get(record.rollout_id)
         if known is not None:
-            return self._after_the_end(record, known), None
+            return Verdict(self._after_the_end(record, known))
         waiting = self._open.setdefault(record.rollout_id, _Open())
         if isinstance(record, CallRecord):
             arrival = Arrival.DUPLICATE if record.call_id in waiting.records else Arrival.NEW
@@ -99,8 +122,8 @@ class Assembler:
             if waiting.manifest is None:
                 waiting.manifest, waiting.manifest_s = record, now_s
         if waiting.manifest is None or waiting.missing():
-            return arrival, None
-        return arrival, self._close(record.rollout_id)
+            return Verdict(arrival)
+        return Verdict(arrival, self._close(record.rollout_id))
 
     def expire(self, now_s: float) -> list[Rollout]:
         """Closes the rollouts whose manifest has waited too long for its calls: dropped as incomplete."""
@@ -165,14 +188,27 @@ def close(manifest: RolloutManifest, records: Iterable[CallRecord], leaf_cap: in
     if whole is None:
         selection = _selection(manifest, mine, leaf_cap)
         if isinstance(selection, Selection) and selection.num_kept:
-            return Rollout(manifest=manifest, paths=selection.paths, fates=selection.fates + strange)
+            return Rollout(
+                manifest=manifest,
+                parts=selection.parts,
+                fates=selection.fates + strange,
+                num_leaves=selection.num_leaves,
+                leaf_cap=leaf_cap,
+            )
         if isinstance(selection, Selection):
             fates = selection.fates
             over = any(DropReason.OVER_BRANCHED in fate.dropped for fate in fates)
             whole = DropReason.OVER_BRANCHED if over else DropReason.NO_TOKENS
-            return Rollout(manifest=manifest, paths=(), fates=fates + strange, dropped=whole)
+            return Rollout(
+                manifest=manifest,
+                parts=(),
+                fates=fates + strange,
+                dropped=whole,
+                num_leaves=selection.num_leaves,
+                leaf_cap=leaf_cap,
+            )
         whole, detail = DropReason.MALFORMED, selection
-    return Rollout(manifest=manifest, paths=(), fates=_all(mine, whole) + strange, dropped=whole, detail=detail)
+    return Rollout(manifest=manifest, parts=(), fates=_all(mine, whole) + strange, dropped=whole, detail=detail)
 
 
 def _reason_for_all(manifest: RolloutManifest, missing: set[str]) -> tuple[DropReason | None, str]:

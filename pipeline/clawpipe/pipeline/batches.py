@@ -102,7 +102,7 @@ class Recipe:
             for rollout, advantage in zip(group.rollouts, shares.advantages, strict=True):
                 used = shares.spread is Spread.SPREAD
                 if used:
-                    trainable.append(Trainable(len(rows), rollout.paths))
+                    trainable.append(Trainable(len(rows), rollout.branches))
                 else:
                     unused[rollout.rollout_id] = DropReason(shares.spread.value)
                 rows.append(_row(group, rollout, advantage, used))
@@ -122,7 +122,7 @@ def _row(group: ReadyGroup, rollout: Rollout, advantage: float, used: bool) -> R
 
 def _staleness(rollout_id: str, trainable: Trainable, version: int) -> npt.NDArray[np.int64]:
     """learner version - token version, for every loss entry of a rollout."""
-    found = version - np.concatenate([path.versions for path in trainable.paths]).astype(np.int64)
+    found = version - np.concatenate([branch.versions for branch in trainable.branches]).astype(np.int64)
     assert found.min() >= 0, f"rollout {rollout_id} has tokens of a version after {version}, the learner's own"
     return found
 

@@ -35,6 +35,7 @@ from nats.js.api import (
     StreamConfig,
 )
 
+from clawpipe.pipeline import entries
 from clawpipe.pipeline.config import NatsConfig
 from clawpipe.pipeline.errors import BrokerError
 from clawpipe.pipeline.records import (
@@ -59,8 +60,6 @@ PULL_WAIT_S = 2.0
 WITHDRAW_S = 60.0
 ASK_AGAIN_S = 10.0  # a request to a service that died is lost with it
 
-_decode_call = msgspec.msgpack.Decoder(CallRecord).decode
-_decode_manifest = msgspec.msgpack.Decoder(RolloutManifest).decode
 _decode_request = msgspec.msgpack.Decoder(RolloutRequest).decode
 _decode_weights = msgspec.msgpack.Decoder(WeightVersion).decode
 _decode_push = msgspec.msgpack.Decoder(PushReport).decode
@@ -277,8 +276,8 @@ class Broker:
         message_id = f"{manifest.rollout_id}.a{manifest.attempt}.manifest"
         await self._publish(subject, encode(manifest), message_id, timeout_s)
 
-    async def records(self, start_sequence: int = 1) -> AsyncIterator[tuple[int, CallRecord | RolloutManifest]]:
-        """All records from `start_sequence` on, in stream order, with their sequences; never ends.
+    async def records(self, start_sequence: int = 1) -> AsyncIterator[entries.Entry]:
+        """The record stream from `start_sequence` on, in its order, bad messages included; never ends.
 
         Back-pressure is the iterator itself: nothing more is fetched than the caller takes.
         """
@@ -286,17 +285,8 @@ class Broker:
             read_stream(self._js, self._records, f"{self._prefix}.records.>", start_sequence)
         ) as messages:
             async for msg in messages:
-                yield int(msg.metadata.sequence.stream), self._record(msg)
-
-    def _record(self, msg: Msg) -> CallRecord | RolloutManifest:
-        decode = _decode_call if msg.subject.startswith(f"{self._prefix}.records.call.") else _decode_manifest
-        try:
-            return decode(msg.data)
-        except msgspec.MsgspecError as err:
-            raise BrokerError(
-                f"record {msg.metadata.sequence.stream} of {self._records} cannot be read ({err}); "
-                "was it written by another version of clawpipe?"
-            ) from err
+                message_id = (msg.headers or {}).get("Nats-Msg-Id", "")
+                yield entries.read(int(msg.metadata.sequence.stream), msg.subject, message_id, msg.data)
 
     async def last_records_sequence(self) -> int:
         """Sequence of the newest record; 0 when there is none yet."""

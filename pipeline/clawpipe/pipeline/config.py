@@ -103,6 +103,7 @@ class NatsConfig(Table, frozen=True, kw_only=True):
     port: Port = 0  # of the embedded server; 0: a free one
     prefix: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]+$")] = "clawpipe"  # of all streams and subjects
     max_store_bytes: Annotated[int, Meta(ge=64 * 1024**2)] = 4 * 1024**3
+    keep_records_bytes: NonNegative = 512 * 1024**2  # of records that are done with, for `clawpipe replay`
     connect_timeout_s: Seconds = 10.0
 
 
@@ -196,6 +197,29 @@ class ScheduleConfig(Table, frozen=True, kw_only=True):
     group_size: Positive = 8
     max_staleness: NonNegative = 4
     refill: bool = True  # a rollout lost to infrastructure is run again
+    min_group: Positive = 1  # a group with fewer usable rollouts is dropped
+    skip_zero_spread: bool = False  # a group of equal rewards is dropped instead of taking a place in a batch
+
+    def __post_init__(self) -> None:
+        if self.min_group > self.group_size:
+            raise ValueError(
+                f"min_group = {self.min_group} is more than group_size = {self.group_size}: every group would be "
+                "dropped; lower min_group"
+            )
+
+
+class LeafQuantile(Table, frozen=True, kw_only=True):
+    """[replay.leaf_cap]: the cap is this quantile of the leaves of the last `window_rollouts` of the same harness,
+    within `at_least` and `at_most`; it is `at_most` until so many rollouts were seen."""
+
+    quantile: Annotated[float, Meta(gt=0, le=1)] = 0.99
+    window_rollouts: Annotated[int, Meta(ge=16)] = 512
+    at_least: Positive = 4
+    at_most: Positive = 64
+
+    def __post_init__(self) -> None:
+        if self.at_least > self.at_most:
+            raise ValueError(f"at_least = {self.at_least} is more than at_most = {self.at_most}; swap them")
 
 
 class ReplayConfig(Table, frozen=True, kw_only=True):
@@ -204,7 +228,11 @@ class ReplayConfig(Table, frozen=True, kw_only=True):
     capacity_tokens: Positive = 50_000_000
     capacity_rollouts: Positive = 100_000
     close_timeout_s: Seconds = 120.0  # how long a manifest waits for its calls
-    leaf_cap: Positive = 16  # a rollout whose tree has more leaves is dropped whole
+    leaf_cap: Positive | LeafQuantile = 16  # a rollout whose tree has more leaves is dropped whole
+    auxiliary: Literal["exclude", "own_group"] = "exclude"  # sub-agent and compaction calls: left out, or in groups
+    max_reuse: Positive = 1  # how often a group may be trained
+    sampling: Literal["oldest", "windowed"] = "oldest"  # windowed: of the oldest `window_groups` only
+    window_groups: Positive = 64
 
 
 class ParallelConfig(Table, frozen=True, kw_only=True):
@@ -335,6 +363,11 @@ class Config(Table, frozen=True, kw_only=True):
             names = [item.name for item in items]
             if len(set(names)) < len(names):
                 raise ValueError(f"two [[{table}]] entries share a name; give each its own `name`")
+        if self.replay.sampling == "windowed" and self.replay.window_groups < self.schedule.groups_per_step:
+            raise ValueError(
+                f"[replay] window_groups = {self.replay.window_groups} is less than [schedule] groups_per_step = "
+                f"{self.schedule.groups_per_step}: no batch would ever be full; raise window_groups"
+            )
         if self.engines.urls and self.engines.count != 1:
             raise ValueError("[engines] count is for embedded engines; leave it out with `urls`")
 

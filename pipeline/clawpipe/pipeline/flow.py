@@ -16,6 +16,7 @@ from clawpipe.pipeline.batches import Batches, Built, Recipe
 from clawpipe.pipeline.books import BatchRow, RolloutState, Standing, UpdateRow
 from clawpipe.pipeline.config import Config, GrpoConfig
 from clawpipe.pipeline.cursor import Spans
+from clawpipe.pipeline.entries import Entry
 from clawpipe.pipeline.errors import ClawpipeError
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.observe import EventLog
@@ -65,7 +66,8 @@ class Flow:
         schedule, replay = config.schedule, config.replay
         parallel = config.learner.parallel
         self.limits = Limits(config.run.updates, schedule.groups_per_step, schedule.group_size)
-        self.assembler = Assembler(close_timeout_s=replay.close_timeout_s, leaf_cap=replay.leaf_cap)
+        leaf_cap = replay.leaf_cap if isinstance(replay.leaf_cap, int) else replay.leaf_cap.at_most
+        self.assembler = Assembler(close_timeout_s=replay.close_timeout_s, leaf_cap=leaf_cap)
         self.scheduler = Scheduler(
             tasks=tuple(tasks),
             harnesses=[(harness.name, harness.weight) for harness in config.harness],
@@ -109,18 +111,21 @@ class Flow:
 
     # Records ----------------------------------------------------------------------------------------------
 
-    def record(self, sequence: int, record: CallRecord | RolloutManifest, now_s: float) -> bool:
-        """A record of the stream; says whether it closed a rollout.
+    def record(self, entry: Entry, now_s: float) -> bool:
+        """A message of the stream; says whether it closed a rollout.
 
         `now_s` stands still while nothing is taken from the stream.
         """
+        sequence, record = entry.sequence, entry.record
+        assert record is not None, "bad messages are set aside"
         name = parse(record.rollout_id)
         if name is None or (name.number >= self.scheduler.next_number and not self.catching_up):
             self._turn_away(sequence, record)
             return False
         key = name.group_id
         self.spans.note(key, record.rollout_id, sequence, over=self.scheduler.is_over(name.number))
-        arrival, rollout = self.assembler.add(record, now_s)
+        verdict = self.assembler.add(record, now_s)
+        arrival, rollout = verdict.arrival, verdict.rollout
         if isinstance(record, CallRecord) and arrival is Arrival.NEW:
             self.ledger.sampled(record, key)
         elif isinstance(record, CallRecord) and arrival is Arrival.LATE:

@@ -29,14 +29,18 @@ class Forest(Struct, frozen=True, kw_only=True):
 
 
 class RolloutRow(Struct, frozen=True, kw_only=True):
-    """One rollout of a batch, as the loss sees it."""
+    """One rollout of a batch, as the loss sees it.
+
+    A rollout whose auxiliary calls are trained too has a row more for each of their roles.
+    """
 
     rollout_id: str
     group_id: str
     harness: str
     reward: float
-    advantage: float
+    advantage: float  # GRPO: within its group; PPO: the return R, from which the learner takes V(s_t)
     num_trainable: int  # N_i: its loss entries in this batch
+    role: str = "main"
 
 
 class Batch(Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from clawpipe.pipeline.records import FloatArray, IntArray, float_bytes, int_byt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Path:
+class Branch:
     """One sequence from root to leaf: n tokens, m of them with a loss entry.
 
     Supervised training gives logprob 0 and version 0.
@@ -33,10 +33,10 @@ class Path:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trainable:
-    """The kept paths of one rollout. A token with an entry on several of them is trained once."""
+    """The kept branches of one rollout. A token with an entry on several of them is trained once."""
 
     rollout_index: int  # index into Batch.rollouts
-    paths: tuple[Path, ...]
+    branches: tuple[Branch, ...]
 
 
 def pack(rollouts: Iterable[Trainable], budget_tokens: int, align: int = 1) -> tuple[Forest, ...]:
@@ -52,7 +52,7 @@ def pack(rollouts: Iterable[Trainable], budget_tokens: int, align: int = 1) -> t
         raise ValueError(f"budget_tokens = {budget_tokens} is below align = {align}; raise the budget")
     bins: list[_Bin] = []
     for rollout in rollouts:
-        keys = [_checked_key(path, rollout.rollout_index) for path in rollout.paths]
+        keys = [_checked_key(branch, rollout.rollout_index) for branch in rollout.branches]
         if keys:
             _choose(bins, keys, limit).add(rollout, keys)
     return tuple(_forest(each.rollouts, align) for each in bins)
@@ -60,14 +60,14 @@ def pack(rollouts: Iterable[Trainable], budget_tokens: int, align: int = 1) -> t
 
 @dataclass(slots=True, eq=False)
 class _Bin:
-    """A forest that is being filled. Keys are paths as big-endian bytes, which sort as token sequences do."""
+    """A forest that is being filled. Keys are branches as big-endian bytes, which sort as token sequences do."""
 
     keys: list[bytes] = field(default_factory=list)  # ascending
     rollouts: list[Trainable] = field(default_factory=list)
     num_tokens: int = 0
 
     def cost(self, keys: Sequence[bytes]) -> int:
-        """How many unique tokens these paths would add."""
+        """How many unique tokens these branches would add."""
         added: list[bytes] = []
         return sum(self._insert(added, key) for key in keys)
 
@@ -92,15 +92,15 @@ def _choose(bins: list[_Bin], keys: Sequence[bytes], limit: int) -> _Bin:
     return bins[-1]
 
 
-def _checked_key(path: Path, rollout_index: int) -> bytes:
-    n, m = len(path.tokens), len(path.entries)
-    if not len(path.logprobs) == len(path.versions) == m:
-        raise ValueError(f"rollout {rollout_index}: a path's entries, logprobs and versions differ in number")
-    if n == 0 or (m and (path.entries[0] < 1 or path.entries[-1] >= n)):
-        raise ValueError(f"rollout {rollout_index}: a path of {n} tokens has an entry outside 1..{n - 1}")
-    if np.any(np.diff(path.entries) < 1):
-        raise ValueError(f"rollout {rollout_index}: the entries of a path do not ascend")
-    return path.tokens.astype(">i4").tobytes()
+def _checked_key(branch: Branch, rollout_index: int) -> bytes:
+    n, m = len(branch.tokens), len(branch.entries)
+    if not len(branch.logprobs) == len(branch.versions) == m:
+        raise ValueError(f"rollout {rollout_index}: a branch's entries, logprobs and versions differ in number")
+    if n == 0 or (m and (branch.entries[0] < 1 or branch.entries[-1] >= n)):
+        raise ValueError(f"rollout {rollout_index}: a branch of {n} tokens has an entry outside 1..{n - 1}")
+    if np.any(np.diff(branch.entries) < 1):
+        raise ValueError(f"rollout {rollout_index}: the entries of a branch do not ascend")
+    return branch.tokens.astype(">i4").tobytes()
 
 
 def _longest_prefix(keys: Sequence[bytes], key: bytes) -> int:
@@ -118,10 +118,10 @@ def shared_prefix(a: bytes, b: bytes) -> int:
 
 
 def _forest(rollouts: Sequence[Trainable], align: int) -> Forest:
-    paths = [path for rollout in rollouts for path in rollout.paths]
-    layout = _lay_out([path.tokens for path in paths], align)
+    branches = [branch for rollout in rollouts for branch in rollout.branches]
+    layout = _lay_out([branch.tokens for branch in branches], align)
     where = iter(layout.where)
-    entries = [_entries(rollout, [next(where) for _ in rollout.paths]) for rollout in rollouts]
+    entries = [_entries(rollout, [next(where) for _ in rollout.branches]) for rollout in rollouts]
     token, logprob, version = (np.concatenate(column) for column in zip(*entries, strict=True))
     owner = np.repeat([r.rollout_index for r in rollouts], [len(e[0]) for e in entries])
     return Forest(
@@ -137,17 +137,17 @@ def _forest(rollouts: Sequence[Trainable], align: int) -> Forest:
 
 
 def _entries(rollout: Trainable, where: Sequence[IntArray]) -> tuple[IntArray, FloatArray, IntArray]:
-    """The rollout's entries in packed order; the first path that names a token keeps it."""
-    tokens = np.concatenate([at[path.entries] for at, path in zip(where, rollout.paths, strict=True)])
+    """The rollout's entries in packed order; the first branch that names a token keeps it."""
+    tokens = np.concatenate([at[branch.entries] for at, branch in zip(where, rollout.branches, strict=True)])
     unique, first = np.unique(tokens, return_index=True)
-    logprobs = np.concatenate([path.logprobs for path in rollout.paths])
-    versions = np.concatenate([path.versions for path in rollout.paths])
+    logprobs = np.concatenate([branch.logprobs for branch in rollout.branches])
+    versions = np.concatenate([branch.versions for branch in rollout.branches])
     return unique.astype(np.int32), logprobs[first], versions[first]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layout:
-    """T packed tokens; `where` holds, for each path as given, the packed index of each of its tokens."""
+    """T packed tokens; `where` holds, for each branch as given, the packed index of each of its tokens."""
 
     tokens: IntArray  # int32 [T]
     position: IntArray  # int32 [T]
@@ -156,18 +156,18 @@ class _Layout:
     where: list[IntArray]
 
 
-def _lay_out(paths: Sequence[IntArray], align: int) -> _Layout:
-    """Sorted paths visit the radix tree depth first: each adds what it does not share with the one before."""
-    keys = [tokens.astype(">i4").tobytes() for tokens in paths]
-    where: list[IntArray] = [np.empty(0, np.int32)] * len(paths)
+def _lay_out(branches: Sequence[IntArray], align: int) -> _Layout:
+    """Sorted branches visit the radix tree depth first: each adds what it does not share with the one before."""
+    keys = [tokens.astype(">i4").tobytes() for tokens in branches]
+    where: list[IntArray] = [np.empty(0, np.int32)] * len(branches)
     pieces: list[tuple[IntArray, int, int]] = []  # new tokens, depth of the first, packed index of its parent
     closings: list[tuple[IntArray, int]] = []  # these tokens' subtrees end here
     size, open_key, open_at = 0, b"", np.empty(0, np.int32)
-    for i in sorted(range(len(paths)), key=keys.__getitem__):
+    for i in sorted(range(len(branches)), key=keys.__getitem__):
         shared = shared_prefix(open_key, keys[i])
         closings.append((open_at[shared:], size))
-        pieces.append((paths[i][shared:], shared, int(open_at[shared - 1]) if shared else -1))
-        added = np.arange(size, size + len(paths[i]) - shared, dtype=np.int32)
+        pieces.append((branches[i][shared:], shared, int(open_at[shared - 1]) if shared else -1))
+        added = np.arange(size, size + len(branches[i]) - shared, dtype=np.int32)
         where[i] = np.concatenate([open_at[:shared], added])
         size, open_key, open_at = size + len(added), keys[i], where[i]
     closings.append((open_at, size))

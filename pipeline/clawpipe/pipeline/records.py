@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
+SCHEMA = 1  # of CallRecord and RolloutManifest; a record of a newer one is set aside
+
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
@@ -83,7 +85,7 @@ class CallRecord(Struct, frozen=True, kw_only=True):
     requested: dict[str, Any] = {}  # sampling parameters that the harness asked for
     started_s: float = 0.0
     ended_s: float = 0.0
-    schema: int = 1
+    schema: int = SCHEMA
 
 
 class CallEntry(Struct, frozen=True, kw_only=True):
@@ -148,7 +150,32 @@ class RolloutManifest(Struct, frozen=True, kw_only=True):
     started_s: float = 0.0
     ended_s: float = 0.0
     num_aborted: int = 0  # calls that ended in an error which the harness could see
-    schema: int = 1
+    schema: int = SCHEMA
+
+
+class Flaw(StrEnum):
+    """Why a record is set aside in the dead-letter stream."""
+
+    UNREADABLE = "unreadable"  # cut short, or no message of ours
+    UNKNOWN_SCHEMA = "unknown_schema"  # written by a newer clawpipe
+    UNSOUND = "unsound"  # it contradicts itself: lengths, version spans, ids
+    MISSING_PARENT = "missing_parent"  # its parent never came
+    CONFLICTING = "conflicting"  # a call that was recorded before, with another content
+    UNADMITTED = "unadmitted"  # of a rollout that nobody asked for
+    MISSING_BLOB = "missing_blob"  # its body is not in the object store, or is not what its digest says
+
+
+class DeadLetter(Struct, frozen=True, kw_only=True):
+    """A record that cannot be used, as it came, with the reason."""
+
+    flaw: Flaw
+    detail: str  # for a person
+    sequence: int  # in the record stream
+    subject: str
+    message_id: str
+    rollout_id: str
+    body: bytes = b""
+    set_aside_s: float = 0.0
 
 
 class WeightVersion(Struct, frozen=True, kw_only=True):
@@ -184,6 +211,7 @@ class StreamCursor(Struct, frozen=True, kw_only=True):
 
     sequence: int = 0
     done: tuple[str, ...] = ()  # rollout ids at or above `sequence`
+    uses: dict[str, int] = {}  # open groups that were trained already (max_reuse), and how often
 
 
 class Hello(Struct, frozen=True, kw_only=True, tag="hello"):

@@ -33,8 +33,8 @@ class ReadyGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens on the kept paths: what the group occupies."""
-        return sum(len(path.tokens) for rollout in self.rollouts for path in rollout.paths)
+        """Tokens on the kept branches: what the group occupies."""
+        return sum(rollout.num_tokens for rollout in self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from clawpipe.pipeline.packing import Path
+from clawpipe.pipeline.packing import Branch
 from clawpipe.pipeline.records import Role
 from clawpipe.pipeline.tree import Placed, PrefixTree
 
@@ -52,6 +52,7 @@ class DropReason(StrEnum):
     NO_TOKENS = "no_tokens"  # nothing of the rollout can be trained
     STALE = "stale"  # over max_staleness when it was taken
     SINGLE = "single"  # the only graded rollout of its group: no baseline
+    SMALL_GROUP = "small_group"  # fewer usable rollouts than min_group
     ZERO_SPREAD = "zero_spread"  # all rollouts of the group have the same reward
     REFUSED = "refused"  # the learner refused the batch
     NO_STEP = "no_step"  # the learner made no optimizer step on the batch
@@ -69,16 +70,40 @@ class CallFate:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Selection:
-    """The kept branches of a rollout; every kept token has its entry on exactly one of them."""
+class Part:
+    """The kept branches of the calls of one role, which are trained in groups of that role."""
 
-    paths: tuple[Path, ...]
-    fates: tuple[CallFate, ...]  # of every call of the tree
+    role: Role
+    branches: tuple[Branch, ...]
 
     @property
     def num_kept(self) -> int:
         """Trainable tokens."""
-        return sum(len(path.entries) for path in self.paths)
+        return sum(len(branch.entries) for branch in self.branches)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Selection:
+    """The kept branches of a rollout; every kept token has its entry on exactly one of them."""
+
+    parts: tuple[Part, ...]  # main first; none without branches
+    fates: tuple[CallFate, ...]  # of every call of the tree
+    num_leaves: int  # of the main conversation, dead ones included
+
+    @property
+    def num_kept(self) -> int:
+        """Trainable tokens."""
+        return sum(part.num_kept for part in self.parts)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """Those of the main conversation."""
+        return branches_of(self.parts, Role.MAIN)
+
+
+def branches_of(parts: Iterable[Part], role: Role) -> tuple[Branch, ...]:
+    """The branches of a role."""
+    return next((part.branches for part in parts if part.role is role), ())
 
 
 def select(tree: PrefixTree, *, leaf_cap: int, delivered: Collection[str], cut: Collection[str] = ()) -> Selection:
@@ -90,14 +115,16 @@ def select(tree: PrefixTree, *, leaf_cap: int, delivered: Collection[str], cut: 
     main = [p for p in tree.calls if p.call.role is Role.MAIN and p.call.call_id not in cut]
     valid = _delivered(tree, main, delivered)
     leaves = _leaves(tree, valid)
-    if len({leaf.end_node for leaf in leaves}) > leaf_cap:
-        return Selection(paths=(), fates=tuple(_over_branched(p, cut) for p in tree.calls))
+    if len(leaves) > leaf_cap:
+        return Selection((), tuple(_over_branched(p, cut) for p in tree.calls), len(leaves))
     kept = _live(tree, valid, leaves)
     on_path = {node for leaf in kept for node in tree.ancestors(leaf.end_node)}
     owners = _owners(tree, main, on_path, delivered)
     valid_ids = {p.call.call_id for p in valid}
     fates = [_fate(tree, p, owners, on_path, cut, valid_ids) for p in tree.calls]
-    return Selection(paths=tuple(_paths(tree, kept, owners)), fates=tuple(fates))
+    branches = tuple(_branches(tree, kept, owners))
+    parts = (Part(Role.MAIN, branches),) if branches else ()
+    return Selection(parts, tuple(fates), len(leaves))
 
 
 def dropped_whole(sampled: Iterable[tuple[str, Role, int]], reason: DropReason) -> tuple[CallFate, ...]:
@@ -173,7 +200,7 @@ def _sampled_nodes(tree: PrefixTree, p: Placed) -> list[int]:
     return chain[: chain.index(p.prompt_node)][::-1]
 
 
-def _paths(tree: PrefixTree, kept: Sequence[Placed], owners: Mapping[int, Placed]) -> Iterable[Path]:
+def _branches(tree: PrefixTree, kept: Sequence[Placed], owners: Mapping[int, Placed]) -> Iterable[Branch]:
     """The kept branches; a node that two of them share has its entries on the first."""
     done: set[int] = set()
     for leaf in kept:
@@ -182,7 +209,7 @@ def _paths(tree: PrefixTree, kept: Sequence[Placed], owners: Mapping[int, Placed
         if not nodes:
             continue
         spans = [(owners[n].call, int(tree.depth[n]) - len(tree.tokens[n]), int(tree.depth[n])) for n in nodes]
-        yield Path(
+        yield Branch(
             tokens=tree.spell(leaf.end_node),
             entries=np.concatenate([np.arange(a, b, dtype=np.int32) for _, a, b in spans]),
             logprobs=np.concatenate([c.logprobs[a - c.prompt_tokens : b - c.prompt_tokens] for c, a, b in spans]),

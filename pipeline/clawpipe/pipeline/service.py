@@ -166,9 +166,9 @@ class Service:
         pending, last = await self._what_there_is()
         if self._anchor is None or last < self._start.sequence:
             await self._caught_up(pending)
-        async for sequence, record in self._broker.records(self._start.sequence):
-            closed = self._flow.record(sequence, record, self._clock.now())
-            if not self._ready.is_set() and sequence >= last:
+        async for entry in self._broker.records(self._start.sequence):
+            closed = self._flow.record(entry, self._clock.now())
+            if not self._ready.is_set() and entry.sequence >= last:
                 await self._caught_up(pending)
             if closed:
                 self._changed.fire()

@@ -55,7 +55,7 @@ class Roll:
             name=recording.take.name,
             harness=recording.take.harness.name,
             errand=recording.take.errand,
-            pieces=tuple(pieces_of(recording.rollout.paths[0], renderer)),
+            pieces=tuple(pieces_of(recording.rollout.branches[0], renderer)),
             recorded=datetime.fromtimestamp(recording.rollout.manifest.started_s, UTC),
         )
 
@@ -136,14 +136,14 @@ def fillings(
         }
 
 
-def pieces_of(path: packing.Path, renderer: Renderer) -> Iterator[tuple[str, bool]]:
+def pieces_of(branch: packing.Branch, renderer: Renderer) -> Iterator[tuple[str, bool]]:
     """(text, sampled): the parts of the sequence that the proxy encoded, or the model sampled, apart."""
-    is_sampled = np.zeros(len(path.tokens), bool)
-    is_sampled[path.entries] = True
-    cuts = [0, *(np.flatnonzero(np.diff(is_sampled)) + 1).tolist(), len(path.tokens)]
+    is_sampled = np.zeros(len(branch.tokens), bool)
+    is_sampled[branch.entries] = True
+    cuts = [0, *(np.flatnonzero(np.diff(is_sampled)) + 1).tolist(), len(branch.tokens)]
     decode = renderer.tokenizer.backend_tokenizer.decode
     for start, end in pairwise(cuts):
-        yield decode(path.tokens[start:end].tolist(), skip_special_tokens=False), bool(is_sampled[start])
+        yield decode(branch.tokens[start:end].tolist(), skip_special_tokens=False), bool(is_sampled[start])
 
 
 def _moments(text: str, today: datetime) -> set[str]:

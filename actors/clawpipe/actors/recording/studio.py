@@ -182,10 +182,11 @@ async def _collect(broker: Broker, takes: Sequence[Take], patience_s: float, pro
     closed: dict[str, Rollout] = {}
     progress.at(0, f"0 of {len(takes)} runs", len(takes))
     with anyio.move_on_after(patience_s):
-        async for _, record in broker.records():
-            if isinstance(record, CallRecord):
-                calls[record.rollout_id].append(record)
-            _, rollout = assembler.add(record, anyio.current_time())
+        async for entry in broker.records():
+            assert entry.record is not None, f"a record of {entry.rollout_id} cannot be read: {entry.detail}"
+            if isinstance(entry.record, CallRecord):
+                calls[entry.rollout_id].append(entry.record)
+            rollout = assembler.add(entry.record, anyio.current_time()).rollout
             if rollout is not None:
                 closed[rollout.rollout_id] = rollout
                 progress.at(len(closed), f"{len(closed)} of {len(takes)} runs", len(takes))

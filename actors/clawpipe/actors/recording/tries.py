@@ -54,8 +54,10 @@ def problem_of(recording: Recording) -> str | None:
     broken = [call.graft_broken for call in recording.calls if call.graft_broken]
     if broken:
         return f"{recording.take.name}: an earlier turn could not be grafted ({broken[0]})"
-    if len(rollout.paths) != 1 or any(fate.dropped for fate in rollout.fates if fate.role is Role.MAIN):
-        return f"{recording.take.name}: its main conversation is not one sequence, it has {len(rollout.paths)} branches"
+    if len(rollout.branches) != 1 or any(fate.dropped for fate in rollout.fates if fate.role is Role.MAIN):
+        return (
+            f"{recording.take.name}: its main conversation is not one sequence, it has {len(rollout.branches)} branches"
+        )
     return None
 
 
