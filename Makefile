@@ -9,7 +9,7 @@ ROOMS := pipeline actors learner tests benchmarks tools
 export PYTHONDONTWRITEBYTECODE :=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup up test test-deep test-harness check format bench bench-proxy clean
+.PHONY: setup up test test-deep test-harness test-sandbox test-chaos check format bench bench-data-path bench-quickstart bench-proxy clean
 
 setup: .setup/done
 
@@ -30,6 +30,13 @@ test-harness: setup
 	$(BIN)/clawpipe harness install
 	$(BIN)/python -m pytest tests/harness_live -m "slow or not slow" $(ARGS)
 
+test-sandbox: setup
+	$(BIN)/python -m pytest tests/sandbox -m "slow or not slow" $(ARGS)
+
+# Kills every part of a run at random moments, 50 runs; `make test` has 6 of them.
+test-chaos: setup
+	$(BIN)/python -m pytest tests/chaos -m "slow or not slow" $(ARGS)
+
 check: setup
 	$(BIN)/ruff check $(ROOMS)
 	$(BIN)/ruff format --check $(ROOMS)
@@ -40,7 +47,12 @@ format: setup
 	$(BIN)/ruff check --fix $(ROOMS)
 	$(BIN)/ruff format $(ROOMS)
 
-bench: setup
+bench: bench-data-path bench-quickstart
+
+bench-data-path: setup
+	$(BIN)/python benchmarks/data_path.py $(ARGS)
+
+bench-quickstart: setup
 	$(BIN)/python benchmarks/quickstart.py $(ARGS)
 
 bench-proxy: setup
