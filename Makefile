@@ -47,7 +47,9 @@ format: setup
 	$(BIN)/ruff check --fix $(ROOMS)
 	$(BIN)/ruff format $(ROOMS)
 
-bench: bench-data-path bench-quickstart
+bench: setup
+	$(BIN)/python benchmarks/data_path.py
+	$(BIN)/python benchmarks/quickstart.py
 
 bench-data-path: setup
 	$(BIN)/python benchmarks/data_path.py $(ARGS)

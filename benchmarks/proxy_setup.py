@@ -263,6 +263,6 @@ async def _until_served(made: World, proxy: Child) -> None:
 
 
 async def _follow_records(made: World) -> None:
-    async for _, record in made.broker.records():
-        if isinstance(record, CallRecord):
-            made.records[record.call_id] = record
+    async for entry in made.broker.records():
+        if isinstance(entry.record, CallRecord):
+            made.records[entry.record.call_id] = entry.record

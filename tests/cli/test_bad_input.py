@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+import sqlite3
 import subprocess
 import sysconfig
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline import runtime as runtimes
+from clawpipe.pipeline.audit import audit
+from clawpipe.pipeline.errors import ClawpipeError
+from clawpipe.pipeline.ledger import Ledger
+from clawpipe.pipeline.ledger_file import LedgerFile
+from clawpipe.pipeline.records import RolloutRequest
+from clawpipe.pipeline.replay_command import replay
 
 CLAWPIPE = Path(sysconfig.get_path("scripts"), "clawpipe")
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.toml"
@@ -159,3 +170,88 @@ def test_a_run_that_has_ended_cannot_be_drained(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 2
     assert "no run is going on here" in result.stderr
+
+
+def clawpipe(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [str(CLAWPIPE), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """What a run that has just begun has, except its ledger and its records."""
+    (tmp_path / "config.json").write_bytes(configuration.dump(configuration.load(QUICKSTART)))
+    runtimes.save(runtimes.Runtime(run_id="cp-test", run_dir=str(tmp_path)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", ["ledger", "replay"])
+def test_a_folder_that_does_not_exist_has_no_ledger(tmp_path, command):
+    assert_refused(clawpipe(command, tmp_path / "none"), str(tmp_path / "none"), "there is no such folder")
+
+
+def test_a_ledger_that_balances_ends_with_code_0_and_one_that_does_not_with_1(run_folder):
+    file = LedgerFile(run_folder / "ledger.sqlite")
+    ledger = Ledger()
+    ledger.requested(RolloutRequest(rollout_id="r-000000-0", group_id="g-000000", task_id="t", harness="h"))
+    file.write(ledger.changes())
+    found = clawpipe("ledger", run_folder)
+    assert (found.returncode, found.stdout.splitlines()[-1]) == (0, "the books balance")
+    ledger.rows["r-000000-0"].sampled = 3
+    ledger.requested(RolloutRequest(rollout_id="r-000000-0", group_id="g-000000", task_id="t", harness="h"))
+    file.write(ledger.changes())
+    file.close()
+    found = clawpipe("ledger", run_folder, "--json")
+    assert (found.returncode, json.loads(found.stdout)["rollout"]) == (1, "r-000000-0")
+
+
+TOOLS = {"ledger": partial(audit, goes_on=False), "replay": partial(replay, goes_on=False)}
+
+
+@pytest.fixture(params=TOOLS)
+def tool(request: pytest.FixtureRequest) -> Callable[..., object]:
+    """The command without the start of a process: its errors are what `main` prints."""
+    return TOOLS[request.param]
+
+
+def test_a_folder_that_holds_no_run_has_no_ledger(tmp_path, tool):
+    with pytest.raises(ClawpipeError, match=re.escape(str(tmp_path))):
+        tool(tmp_path)
+
+
+def test_a_run_that_has_not_begun_has_no_ledger(run_folder, tool):
+    with pytest.raises(ClawpipeError, match=r"ledger.sqlite: there is no ledger; give the folder of a run"):
+        tool(run_folder)
+
+
+def test_a_ledger_that_is_none_is_refused(run_folder, tool):
+    (run_folder / "ledger.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(ClawpipeError, match=r"ledger.sqlite: not a ledger that can be read \(file is not a database\)"):
+        tool(run_folder)
+
+
+def test_a_ledger_of_an_older_version_is_refused(run_folder, tool):
+    with closing(sqlite3.connect(run_folder / "ledger.sqlite")) as db:
+        db.execute("CREATE TABLE rollouts (rollout_id TEXT PRIMARY KEY, row BLOB)")
+    with pytest.raises(ClawpipeError, match=r"ledger.sqlite: was written by another version of clawpipe"):
+        tool(run_folder)
+
+
+def test_a_summary_that_is_none_is_refused(run_folder):
+    LedgerFile(run_folder / "ledger.sqlite").close()
+    (run_folder / "summary.json").write_text("{broken")
+    with pytest.raises(ClawpipeError, match=r"summary.json: not the summary of a run"):
+        audit(run_folder, goes_on=False)
+
+
+def test_a_run_without_stored_records_is_not_replayed(run_folder):
+    LedgerFile(run_folder / "ledger.sqlite").close()
+    with pytest.raises(ClawpipeError, match="the run has no stored records"):
+        replay(run_folder, goes_on=False)
+
+
+def test_bodies_are_not_written_where_no_folder_can_be(run_folder):
+    LedgerFile(run_folder / "ledger.sqlite").close()
+    (run_folder / "taken").touch()
+    with pytest.raises(ClawpipeError, match=r"--batches .*taken: cannot be made"):
+        replay(run_folder, goes_on=False, batches_dir=run_folder / "taken")

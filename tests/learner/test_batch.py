@@ -153,7 +153,7 @@ def test_minibatches_split_by_whole_rollouts(make_batch):
     batch = make_batch()
     forests = load(batch)
     first, second = minibatches(batch.rollouts, forests, 2)
-    assert (first.num_rollouts, second.num_rollouts) == (3, 3)
+    assert (first.num_rows, second.num_rows) == (3, 3)
     assert (first.num_entries, second.num_entries) == (15, 10)
     assert set(first.forests[0].entry_rollout_E.tolist()) == {0, 1, 2}
     assert set(second.forests[0].entry_rollout_E.tolist()) == {3, 4}
@@ -161,6 +161,27 @@ def test_minibatches_split_by_whole_rollouts(make_batch):
     assert [part.num_entries for part in thirds] == [8, 11, 6]
     merged = set().union(*(paths(forest) for part in thirds for forest in part.forests))
     assert merged == paths(forests[0]) | paths(forests[1])
+
+
+def test_a_rollout_whose_roles_are_rows_of_their_own_is_cut_between_its_roles_and_never_within_one(make_batch):
+    batch = make_batch()
+    # Rows 2 and 3 become two roles of one rollout; the entries of each stay together, and |B| counts both.
+    second = replace(batch.rollouts[3], rollout_id="r2", role="subagent")
+    batch = replace(batch, rollouts=(*batch.rollouts[:3], second, *batch.rollouts[4:]))
+    first, last = minibatches(batch.rollouts, load(batch), 2)
+    assert (first.num_rows, last.num_rows) == (3, 3)
+    entries = [
+        [torch.cat([f.entry_rollout_E for f in part.forests]).tolist().count(row) for part in (first, last)]
+        for row in (2, 3)
+    ]
+    assert entries == [[7, 0], [0, 4]]
+
+
+def test_a_refusal_names_a_rollout_once_whatever_the_number_of_its_rows(make_batch):
+    batch = make_batch()
+    rows = [replace(row, rollout_id="r0", advantage=float("nan")) for row in batch.rollouts[:2]]
+    with pytest.raises(LearnerError, match=r"\(rollouts r0\)"):
+        load(replace(batch, rollouts=(*rows, *batch.rollouts[2:])))
 
 
 def by_tokens(forest) -> float:

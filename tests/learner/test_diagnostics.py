@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -89,6 +90,36 @@ def test_equal_weights_are_a_full_sample_and_one_big_weight_is_not():
 
     assert ess([0.5, 0.5, 0.5, 0.5]) == pytest.approx(1.0)
     assert ess([1.0, 0.0, 0.0, 0.0]) == pytest.approx(0.25)
+
+
+def test_roles_are_told_apart_where_more_than_one_is_trained():
+    both = [*rows("a", "b"), msgspec.structs.replace(rows("b")[0], role="subagent")]
+    found = {}
+    for name, chosen in (("both", both), ("main", both[:2])):
+        diagnostics = Diagnostics(chosen, torch.device("cpu"))
+        owner = torch.tensor([0, 1, 1, 2, 2, 2])[: 3 * len(chosen) - 3]
+        weight = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])[: len(owner)]
+        zeros = torch.zeros(len(owner))
+        diagnostics.add(
+            rollout_E=owner,
+            staleness_E=zeros.long(),
+            log_rho_E=zeros,
+            entropy_E=zeros,
+            weight_E=weight,
+            capped_E=zeros.bool(),
+            clipped_E=zeros.bool(),
+        )
+        found[name] = diagnostics.metrics()
+    means = {key: value for key, value in found["both"].items() if key.endswith("weight_mean")}
+    assert means == {
+        "weight_mean": 3.5,
+        "harness/a/weight_mean": 1.0,
+        "harness/b/weight_mean": 4.0,
+        "role/main/weight_mean": 2.0,
+        "role/subagent/weight_mean": 5.0,
+        "staleness/0/weight_mean": 3.5,
+    }
+    assert not any(key.startswith("role/") for key in found["main"])
 
 
 def test_groups_without_entries_are_left_out():

@@ -97,7 +97,7 @@ def test_equals_the_formula_in_float64(aggregation: str):
         mean = 1 / (4 * counts[owner[i]]) if aggregation == "rollout_mean" else 1 / 12
         expected -= mean * term
 
-    share_R = shares([row(n) for n in counts], num_rollouts=4, num_entries=12, aggregation=aggregation)
+    share_R = shares([row(n) for n in counts], num_rows=4, num_entries=12, aggregation=aggregation)
     loss, _ = grpo_loss(
         torch.tensor(new, dtype=torch.float32),
         torch.tensor(old, dtype=torch.float32),
@@ -111,7 +111,7 @@ def test_equals_the_formula_in_float64(aggregation: str):
 
 
 def test_shares_of_a_rollout_add_up_to_one_over_the_batch():
-    share_R = shares([row(4), row(2), row(0)], num_rollouts=3, num_entries=6, aggregation="rollout_mean")
+    share_R = shares([row(4), row(2), row(0)], num_rows=3, num_entries=6, aggregation="rollout_mean")
     assert share_R[0].item() * 4 == pytest.approx(1 / 3)
     assert share_R[1].item() * 2 == pytest.approx(1 / 3)
 

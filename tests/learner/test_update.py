@@ -176,6 +176,19 @@ def test_tokens_that_are_too_stale_are_left_out_and_counted(model_dir, make_batc
     assert furthest(after, reference.weights()) < 1e-5
 
 
+def test_rewards_are_counted_once_for_every_rollout_whatever_the_number_of_its_roles(model_dir, make_batch):
+    batch = make_batch()
+    # Row 4 (reward 0.4) becomes the sub-agents' row of rollout 2, whose reward is 0.2.
+    auxiliary = msgspec.structs.replace(batch.rollouts[4], rollout_id="r2", reward=0.2, role="subagent")
+    batch = msgspec.structs.replace(batch, rollouts=(*batch.rollouts[:4], auxiliary, batch.rollouts[5]))
+    with policy(model_dir) as mine:
+        metrics = run(mine, batch, 0, objective()).metrics
+    assert metrics["num_rollouts"] == 5
+    assert metrics["reward_mean"] == pytest.approx((0.0 + 0.1 + 0.2 + 0.3 + 0.5) / 5)
+    assert metrics["harness/even/reward_mean"] == pytest.approx(0.1)
+    assert metrics["role/subagent/num_entries"] == 6
+
+
 def test_metrics_say_what_the_batch_was(model_dir, make_batch):
     batch = with_versions(make_batch(version=6), [6, 4])
     with policy(model_dir) as mine:

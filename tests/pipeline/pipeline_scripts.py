@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from clawpipe.pipeline import entries
-from clawpipe.pipeline.assembler import close
+from clawpipe.pipeline.closing import close
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.records import (
     CallEntry,
@@ -111,8 +111,8 @@ class Script:
             num_aborted=aborted,
         )
 
-    def closed(self, outcome=None, *, leaf_cap=16, **manifest):
-        return close(self.manifest(outcome, **manifest), self.records, leaf_cap)
+    def closed(self, outcome=None, *, leaf_cap=16, auxiliary=False, **manifest):
+        return close(self.manifest(outcome, **manifest), self.records, leaf_cap, auxiliary=auxiliary)
 
 
 def own(rollout_id):

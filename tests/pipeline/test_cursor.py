@@ -33,6 +33,15 @@ def test_a_group_whose_training_was_lost_is_open_again():
     assert spans.cursor() == StreamCursor(sequence=1)
 
 
+def test_a_message_of_nobodys_rollout_moves_the_position_and_is_not_named():
+    spans = Spans()
+    spans.note("g1", "a", 1)
+    spans.pass_by(2)
+    spans.set_over("g1", True)
+    assert (spans.position, spans.cursor()) == (2, StreamCursor(sequence=3))
+    assert spans.open == ()
+
+
 records = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 2)), max_size=30)
 
 

@@ -1,82 +1,38 @@
-"""The flow between stream and learner, alone and under a machine that delivers, crashes and resumes at random."""
+"""The flow between stream and learner, one rule at a time."""
 
 from __future__ import annotations
 
-import tempfile
-import uuid
-from collections import Counter
-from pathlib import Path
-from random import Random
+import logging
 
 import msgspec
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from pipeline_scripts import Script, configuration, entry, two_turns
+from flow_scripts import (
+    Stream,
+    altered,
+    cut_short,
+    garbage,
+    lease,
+    make_flow,
+    newer,
+    orphaned,
+    started,
+    step,
+    totals,
+    unsound,
+    without_blob,
+)
+from pipeline_scripts import Script, own, two_turns
 
-from clawpipe.pipeline import restart
-from clawpipe.pipeline.books import Totals
 from clawpipe.pipeline.errors import ClawpipeError
-from clawpipe.pipeline.flow import Flow, Order
-from clawpipe.pipeline.ledger import Ledger
-from clawpipe.pipeline.ledger_file import LedgerFile
-from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import (
     BatchReady,
-    CallRecord,
     Committed,
-    Finished,
     Hello,
     Infra,
-    Lease,
     NotYet,
-    Stepped,
+    Role,
     StreamCursor,
-    TimedOut,
 )
-from clawpipe.pipeline.report import summed
-
-TASKS = [f"filing/{n}" for n in range(3)]
-
-
-def make_flow(**tables):
-    return Flow(configuration(**tables), TASKS, Ledger(), EventLog("pipeline"), uuid.uuid4().hex)
-
-
-class Stream:
-    """Feeds records to a flow with sequences of its own."""
-
-    def __init__(self, flow):
-        self.flow = flow
-        self.sequence = 0
-
-    def __call__(self, *records, now=0.0):
-        for record in records:
-            self.sequence += 1
-            self.flow.record(entry(self.sequence, record), now)
-
-
-def started(flow):
-    requests = flow.requests(0.0)
-    for request in requests:
-        flow.requested(request)
-    return requests
-
-
-def lease(flow, version=0):
-    reply = flow.lease(version)
-    if isinstance(reply, Order):
-        return flow.leased(flow.recipe.build(reply.batch_id, reply.version, reply.groups))
-    return reply
-
-
-def step(flow, ready, **changes):
-    message = Stepped(batch_id=ready.batch_id, version=flow.version + 1, updates=flow.updates + 1, metrics={})
-    flow.stepped(msgspec.structs.replace(message, **changes), 0.0)
-
-
-def totals(flow) -> Totals:
-    return summed(flow.ledger.totals().values())
 
 
 def test_no_more_is_requested_than_the_credits_allow_and_a_step_frees_them():
@@ -129,7 +85,7 @@ def test_equal_rewards_make_rows_without_entries_and_their_tokens_are_counted():
         feed(*two_turns(request, reward=0.5 if request.group_id == "g-000000" else None))
     ready = lease(flow)
     batch = flow.batches.lease
-    assert set(batch.unused.values()) == {"zero_spread"}
+    assert batch.set_aside == {"r-000000-0": {"zero_spread": 3}, "r-000000-1": {"zero_spread": 3}}
     assert batch.num_entries == 6
     step(flow, ready)
     assert flow.ledger.updates[1].groups_without_spread == 1
@@ -246,249 +202,330 @@ def test_the_cursor_stays_below_an_open_group_and_names_what_is_done_above():
     assert cursor.done == ("r-000001-0", "r-000001-1", "r-000002-0", "r-000002-1")
 
 
-seeds = st.integers(0, 2**16).map(Random)  # one draw each: hypothesis' own randoms are draws without end
+# Bad records ----------------------------------------------------------------------------------------------
 
 
-class Machine(RuleBasedStateMachine):
-    """A run in which every process may die at any moment. The learner's truth is `trained`."""
+def spoiled(flow, place, how):
+    """Runs all requests; in the one at `place` of group 0 `how` changes the messages. Gives the stream."""
+    feed = Stream(flow)
+    for request in started(flow):
+        records = two_turns(request)
+        feed(*(how(*records) if request.rollout_id == f"r-000000-{place}" else records))
+    return feed
 
-    @initialize()
-    def begin(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.file = LedgerFile(Path(self.folder.name, "ledger.sqlite"))
-        self.flow = make_flow(run={"updates": 10_000}, replay={"close_timeout_s": 10.0})
-        self.queue = {}  # the work queue: rollout id -> (request, deliveries)
-        self.outboxes = {}  # records that an actor still has to publish
-        self.stream = []  # [(sequence, record)]
-        self.published = set()
-        self.next_sequence = 1
-        self.position = 0  # of the service in the stream
-        self.now = 0.0
-        self.version = 0
-        self.updates = 0
-        self.trained = []  # [(updates, rollout ids)]
-        self.held = None  # (BatchReady, rollout ids) that the learner has fetched
-        self.saved = (0, StreamCursor())
-        self.crashed = False
 
-    # The actors
+def reasons(flow):
+    return {row.rollout_id: row.reason for row in flow.ledger.rows.values() if row.reason}
 
-    @rule()
-    def request(self):
-        admission = self.flow.admission
-        held = admission.held
-        requests = self.flow.requests(0.0)
-        assert 0 <= admission.held <= max(held, admission.capacity)
-        for request in requests:
-            assert request.rollout_id not in self.queue
-            self.queue[request.rollout_id] = request, 0
-            self.flow.requested(request)
 
-    @rule(random=seeds, share=st.sampled_from([0.1, 0.5, 1.0, 1.0]))
-    def take(self, random, share):
-        """Actors take requests, some of them for a second time while the first actor still publishes."""
-        self.request()
-        for rollout_id in sorted(self.queue):
-            if random.random() < share:
-                self.outboxes[rollout_id] = self._play(rollout_id, random)
+@pytest.mark.parametrize(
+    ("spoil", "flaw"),
+    [
+        (cut_short, "unreadable"),
+        (newer, "unknown_schema"),
+        (without_blob, "missing_blob"),
+        (unsound, "unsound"),
+        (orphaned, "missing_parent"),
+    ],
+)
+def test_a_call_that_cannot_be_used_spoils_its_own_rollout_and_no_other(spoil, flaw):
+    flow = make_flow()
+    feed = spoiled(flow, 1, lambda first, second, manifest: [first, spoil(second), manifest])
+    # Rollout r-000000-0 has the sequences 1 to 3, its neighbour 4 to 6.
+    assert feed.flaws == [(flaw, "r-000000-1.a1.c1", 5)]
+    assert feed.letters[0].detail
+    assert reasons(flow) == {"r-000000-1": "malformed"}
+    # The first call has 2 tokens, the second 1: that one is known for two of the flaws only.
+    known = {"unsound": {"malformed": 2, "quarantined": 1}, "missing_parent": {"malformed": 3}}
+    assert totals(flow).dropped == known.get(flaw, {"malformed": 2})
+    assert [request.rollout_id for request in started(flow)] == ["r-000000-1-1"]
+    assert flow.replay.num_groups == 5
+    flow.check()
 
-    def _play(self, rollout_id, random):
-        request, deliveries = self.queue[rollout_id]
-        self.queue[rollout_id] = request, deliveries + 1
-        *calls, manifest = two_turns(request, deliveries + 1, version=self.version)
-        kind = random.choice(["plain"] * 12 + ["died", "infra", "timed_out", "reordered"])
-        if kind == "died":
-            return calls[: random.randrange(1, 3)]
-        if kind == "infra":
+
+@pytest.mark.parametrize(
+    ("spoil", "flaw"), [(cut_short, "unreadable"), (newer, "unknown_schema"), (unsound, "unsound")]
+)
+def test_a_manifest_that_cannot_be_used_loses_its_rollout_which_is_run_again(spoil, flaw):
+    flow = make_flow()
+    feed = spoiled(flow, 1, lambda first, second, manifest: [first, second, spoil(manifest)])
+    assert feed.flaws == [(flaw, "r-000000-1.a1.manifest", 6)]
+    assert reasons(flow) == {"r-000000-1": "malformed"}
+    assert totals(flow).dropped == {"malformed": 3}
+    assert [request.rollout_id for request in started(flow)] == ["r-000000-1-1"]
+    flow.check()
+
+
+def test_a_second_copy_with_another_content_spoils_an_open_rollout_and_has_a_call_row_of_its_own():
+    flow = make_flow()
+    feed = spoiled(flow, 1, lambda first, second, manifest: [first, altered(first), second, manifest])
+    assert feed.flaws == [("conflicting", "r-000000-1.a1.c0", 5)]
+    assert totals(flow).dropped == {"malformed": 3, "quarantined": 3}
+    calls = {row.call_id: row.sampled for row in flow.ledger.changes().calls if row.rollout_id == "r-000000-1"}
+    assert calls == {"r-000000-1.a1.c0": 2, "r-000000-1.a1.c1": 1, "r-000000-1.a1.c0@5": 3}
+    flow.check()
+
+
+def test_a_second_copy_with_another_content_changes_nothing_of_a_closed_rollout():
+    flow = make_flow()
+    feed = spoiled(flow, 1, lambda first, second, manifest: [first, second, manifest, altered(first)])
+    assert feed.flaws == [("conflicting", "r-000000-1.a1.c0", 7)]
+    assert totals(flow).dropped == {"quarantined": 3}
+    assert totals(flow).tokens["queued"] == 36
+    flow.check()
+
+
+def test_garbage_under_a_rollouts_subject_is_set_aside_and_the_rollout_goes_on():
+    flow = make_flow()
+    feed = spoiled(flow, 1, lambda *records: [garbage("r-000000-1"), *records])
+    assert feed.flaws == [("unreadable", "", 4)]
+    assert totals(flow).dropped == {}
+    assert totals(flow).tokens["queued"] == 36
+
+
+def test_a_record_of_a_rollout_that_nobody_asked_for_is_a_dead_letter_and_holds_no_cursor():
+    flow = make_flow()
+    feed = Stream(flow)
+    started(flow)
+    feed(
+        Script("r-000099-0").call([1], [2, 3]),
+        Script("r-000000-7").call([1], [2]),
+        cut_short(Script("x").call([1], [2])),
+    )
+    assert feed.flaws == [
+        ("unadmitted", "r-000099-0.a1.c0", 1),
+        ("unadmitted", "r-000000-7.a1.c0", 2),
+        ("unreadable", "x.a1.c0", 3),
+    ]
+    assert flow.cursor() == StreamCursor(sequence=4)
+    assert flow.scheduler.next_number == 6
+
+
+def test_a_dead_letter_holds_the_record_as_it_came():
+    flow = make_flow()
+    feed = Stream(flow)
+    [request, *_] = started(flow)
+    feed(cut_short(two_turns(request)[0]))
+    [letter] = feed.letters
+    entry = cut_short(two_turns(request)[0])(1)
+    assert (letter.body, letter.subject, letter.rollout_id) == (entry.body, entry.subject, request.rollout_id)
+
+
+def test_a_rollout_that_waits_for_a_missing_call_names_its_orphans_when_its_time_is_over():
+    flow = make_flow(replay={"close_timeout_s": 10.0})
+    feed = Stream(flow)
+    [request, *_] = started(flow)
+    _, second, manifest = two_turns(request)
+    feed(second, manifest)
+    flow.tick(11.0)
+    assert reasons(flow) == {request.rollout_id: "incomplete"}
+    letters = [(letter.flaw.value, letter.message_id, letter.sequence) for letter in flow.dead_letters]
+    assert letters == [("missing_parent", second.call_id, 1)]
+
+
+# Groups ---------------------------------------------------------------------------------------------------
+
+
+def test_a_group_below_min_group_is_dropped_whole_and_its_credits_return():
+    flow = make_flow(schedule={"min_group": 2, "refill": False}, run={"updates": 100})
+    feed = Stream(flow)
+    for request in started(flow):
+        *calls, manifest = two_turns(request)
+        if request.rollout_id == "r-000001-1":
             manifest = msgspec.structs.replace(manifest, outcome=Infra(boundary="sandbox", message="gone"))
-        if kind == "timed_out":
-            manifest = msgspec.structs.replace(manifest, outcome=TimedOut(reward=0.25))
-        records = [*calls, manifest]
-        return records[::-1] if kind == "reordered" else records
-
-    @rule(random=seeds, share=st.sampled_from([0.3, 1.0, 1.0]))
-    def publish(self, random, share):
-        """Some of what actors hold reaches the stream, interleaved, some of it twice; then they acknowledge."""
-        for _ in range(round(share * sum(map(len, self.outboxes.values())))):
-            rollout_id = random.choice(sorted(self.outboxes))
-            record = self.outboxes[rollout_id].pop(0)
-            for _ in range(1 + (random.random() < 0.1)):
-                self.stream.append((self.next_sequence, record))
-                self.next_sequence += 1
-            if isinstance(record, CallRecord):
-                self.published.add(record.call_id)
-            if not self.outboxes[rollout_id]:
-                del self.outboxes[rollout_id]
-                if not isinstance(record, CallRecord) and random.random() < 0.9:
-                    self.queue.pop(rollout_id, None)
-                if isinstance(record, CallRecord) and random.random() < 0.1:
-                    self.queue.pop(rollout_id, None)  # acknowledged without a manifest: lost
-
-    # The service
-
-    @rule()
-    def read(self):
-        for sequence, record in self.stream:
-            if sequence > self.position:
-                self.flow.record(entry(sequence, record), self.now)
-                self.position = sequence
-
-    @rule(seconds=st.sampled_from([1.0, 11.0]))
-    def tick(self, seconds):
-        self.now += seconds
-        self.flow.tick(self.now)
-
-    @rule()
-    def flush(self):
-        self.file.write(self.flow.ledger.changes())
-
-    @rule()
-    def audit(self):
-        self.read()
-        for rollout_id in set(self.flow.ledger.in_flight) - set(self.queue) - set(self.outboxes):
-            self.flow.lost(rollout_id)
-
-    # The learner
-
-    @precondition(lambda self: self.held is None)
-    @rule()
-    def lease(self):
-        self.read()
-        reply = lease(self.flow, self.version)
-        assert not isinstance(reply, Finished)
-        if isinstance(reply, NotYet):
-            return
-        self.flush()
-        assert reply.digest == self.flow.batches.lease.digest
-        self.held = reply, self.flow.batches.lease.rollout_ids
-
-    @precondition(lambda self: self.held is not None)
-    @rule(refused=st.sampled_from([False] * 9 + [True]))
-    def step(self, refused):
-        ready, rollouts = self.held
-        self.held = None
-        if not refused:
-            self.version, self.updates = self.version + 1, self.updates + 1
-            self.trained.append((self.updates, rollouts))
-        message = Stepped(
-            batch_id=ready.batch_id,
-            version=self.version,
-            updates=self.updates,
-            metrics={},
-            refused="damaged" if refused else "",
-        )
-        self.flow.stepped(message, 0.0)
-        assert self.flow.batches.lease is None
-        self.flow.stepped(message, 0.0)
-        self.flush()
-
-    @rule(random=seeds, times=st.integers(1, 3), late=st.booleans())
-    def cycle(self, random, times, late):
-        """The ordinary course of things: rollouts run, a batch is trained."""
-        for _ in range(times):
-            self.take(random, 1.0)
-            self.publish(random, 0.8 if late else 1.0)
-            if self.held is None:
-                self.lease()
-            if self.held is not None:
-                self.step(False)
-
-    @rule(random=seeds)
-    def cycle_once(self, random):
-        self.cycle(random, 1, False)
-
-    @rule(crash=st.booleans())
-    def checkpoint(self, crash):
-        cursor = self.flow.cursor()
-        self.saved = self.updates, cursor
-        if crash:
-            self.crash_learner()
-            return
-        below = self.flow.committed(Committed(version=self.version, updates=self.updates, cursor=cursor, path=""))
-        self.flush()
-        self.stream = [(sequence, record) for sequence, record in self.stream if sequence >= below]
-
-    @rule()
-    def crash_learner(self):
-        self._restore_learner()
-        self.flow.hello(Hello(version=self.version, updates=self.updates, cursor=self.saved[1]))
-        self.flush()
-
-    def _restore_learner(self):
-        self.updates = self.saved[0]
-        self.version += 1
-        self.held = None
-        self.trained = [(u, rollouts) for u, rollouts in self.trained if u <= self.updates]
-
-    # Crashes of the service
-
-    @rule(learner_too=st.booleans(), ledger_lost=st.sampled_from([False] * 4 + [True]))
-    def crash_service(self, learner_too, ledger_lost):
-        self.crashed = True
-        self.file.close()
-        if ledger_lost and learner_too:
-            Path(self.folder.name, "ledger.sqlite").unlink()
-        self.file = LedgerFile(Path(self.folder.name, "ledger.sqlite"))
-        stored = self.file.read()
-        self.flow = make_flow(run={"updates": 10_000}, replay={"close_timeout_s": 10.0})
-        if learner_too:
-            self._restore_learner()
-            message = Hello(version=self.version, updates=self.updates, cursor=self.saved[1])
-        else:
-            message = Lease(version=self.version)
-        at = restart.anchor(message, stored)
-        restart.prepare(self.flow, stored, at)
-        self.position = at.cursor.sequence - 1
-        self.read()
-        pending = [request for request, _ in self.queue.values()]
-        restart.complete(self.flow, stored, at, pending)
-        if learner_too:
-            self.flow.hello(message)
-        if self.held is not None:
-            assert self.flow.batches.lease.digest == self.held[0].digest
-        assert self.flow.updates == self.updates
-        self.flush()
-
-    # What must hold
-
-    @invariant()
-    def nothing_is_trained_twice(self):
-        if not hasattr(self, "trained"):
-            return
-        counts = Counter(rollout_id for _, rollouts in self.trained for rollout_id in rollouts)
-        assert max(counts.values(), default=1) == 1, counts.most_common(1)
-
-    @invariant()
-    def the_books_balance(self):
-        if not hasattr(self, "flow"):
-            return
-        self.flow.check()
-        found = totals(self.flow)
-        places = ("in_flight", "queued", "leased", "trained")
-        assert found.tokens["sampled"] == sum(found.tokens[p] for p in places) + found.dropped.total()
-
-    def teardown(self):
-        if not hasattr(self, "flow"):
-            return
-        self.publish(Random(0), 1.0)
-        self.read()
-        self.audit()
-        while self.held is not None or isinstance(self.flow.lease(self.version), Order | BatchReady):
-            if self.held is None:
-                self._lease_again()
-            self.step(False)
-        self.nothing_is_trained_twice()
-        self.the_books_balance()
-        if not self.crashed:
-            assert totals(self.flow).calls == len(self.published)
-        self.file.close()
-        self.folder.cleanup()
-
-    def _lease_again(self):
-        if self.flow.batches.lease is None:
-            groups = self.flow._building
-            self.flow.leased(self.flow.recipe.build(f"b-end-{self.version}", self.version, groups))
-        self.held = self.flow.batches.lease.ready, self.flow.batches.lease.rollout_ids
+        feed(*calls, manifest)
+    assert reasons(flow) == {"r-000001-0": "small_group", "r-000001-1": "infra"}
+    assert totals(flow).dropped == {"infra": 3, "small_group": 3}
+    assert flow.admission.held == 10
+    assert "g-000001" not in flow.spans.open
+    flow.check()
 
 
-TestAnyOrderOfDeliveriesAndCrashesKeepsTheBooks = Machine.TestCase
+def test_a_group_without_spread_is_skipped_and_four_steps_of_nothing_else_are_worth_a_warning(caplog):
+    flow = make_flow(schedule={"skip_zero_spread": True}, run={"updates": 100})
+    feed = Stream(flow)
+
+    def run_all(reward):
+        for request in started(flow):
+            feed(*two_turns(request, reward=reward))
+
+    with caplog.at_level(logging.WARNING, logger="clawpipe"):
+        run_all(0.5)  # 6 groups, and each that is dropped lets another one in
+        assert "only groups of equal rewards" not in caplog.text
+        run_all(0.5)
+    assert caplog.text.count("only groups of equal rewards") == 1  # at the 8th: 4 steps of 2 groups
+    assert flow.replay.num_groups == 0
+    assert totals(flow).dropped == {"zero_spread": 72}
+    run_all(None)
+    assert flow.replay.num_groups == 6
+    assert flow.admission.held == 12
+
+
+def test_a_leaf_cap_that_was_decided_before_stands():
+    flow = make_flow({"r-000000-1": 5})
+    feed = Stream(flow)
+    for request in started(flow)[:2]:
+        feed(*two_turns(request))
+    assert {row.rollout_id: row.leaf_cap for row in flow.ledger.rows.values() if row.leaf_cap} == {
+        "r-000000-0": 16,
+        "r-000000-1": 5,
+    }
+
+
+def test_with_ppo_a_group_of_equal_rewards_is_trained():
+    flow = make_flow(algorithm={"kind": "ppo"}, schedule={"skip_zero_spread": True})
+    feed = Stream(flow)
+    for request in started(flow):
+        feed(*two_turns(request, reward=0.5))
+    step(flow, lease(flow))
+    assert totals(flow).tokens["trained"] == 12
+    assert totals(flow).dropped == {}
+
+
+def test_a_sub_agents_tokens_are_trained_in_a_group_of_their_own_when_asked_for():
+    flow = make_flow(replay={"auxiliary": "own_group"})
+    feed = Stream(flow)
+    for request in started(flow):
+        script = Script(request.rollout_id, task_id=request.task_id)
+        t = own(request.rollout_id)
+        script.call([1, t], [t + 1])
+        if request.rollout_id != "r-000001-1":
+            script.call([5, t], [t + 2, t + 3], role=Role.SUBAGENT)
+        feed(*script.records, script.manifest())
+    ready = lease(flow)
+    batch = flow.batches.lease
+    # Group 0 has two rollouts with a sub-agent, group 1 one, which has nobody to be compared with.
+    assert batch.set_aside == {"r-000001-0": {"single": 2}}
+    assert batch.num_entries == 2 * 3 + 2 * 1
+    step(flow, ready)
+    assert totals(flow).tokens["trained"] == 8
+    assert totals(flow).dropped == {"single": 2}
+    flow.check()
+
+
+def test_a_windowed_queue_waits_for_the_oldest_running_group():
+    flow = make_flow(replay={"sampling": "windowed", "window_groups": 2})
+    feed = Stream(flow)
+    requests = started(flow)
+    for request in requests[2:]:
+        feed(*two_turns(request))
+    assert isinstance(lease(flow), NotYet)  # group 0 runs still, and of the two first groups one is here
+    feed(*two_turns(requests[0]), *two_turns(requests[1]))
+    lease(flow)
+    assert [group.number for group in flow.batches.lease.groups] == [0, 1]
+
+
+# A group that is trained more than once -------------------------------------------------------------------
+
+
+def reusing(updates=100, **tables):
+    flow = make_flow(replay={"max_reuse": 2}, run={"updates": updates}, **tables)
+    feed = Stream(flow)
+    for request in started(flow):
+        feed(*two_turns(request))
+    return flow, feed
+
+
+def numbers(flow):
+    return [group.number for group in flow.batches.lease.groups]
+
+
+def test_a_group_is_trained_twice_fresh_ones_first_and_holds_its_credits_until_the_first_time():
+    flow, _ = reusing()
+    trained = []
+    for _ in range(6):
+        ready = lease(flow)
+        trained.append(numbers(flow))
+        step(flow, ready, version=0)
+        flow.check()
+        assert flow.admission.held == 12 - 4 * min(3, len(trained))
+    assert trained == [[0, 1], [2, 3], [4, 5]] * 2
+    assert totals(flow).tokens["trained"] == 36  # every token once
+    assert flow.ledger.rows["r-000000-0"].updates == [1, 4]
+    assert flow.cursor() == StreamCursor(sequence=37)
+
+
+def test_the_cursor_says_how_often_an_open_group_was_trained():
+    flow, _ = reusing()
+    step(flow, lease(flow))
+    assert flow.cursor() == StreamCursor(sequence=1, uses={"g-000000": 1, "g-000001": 1})
+
+
+def test_a_learner_that_starts_anew_gets_a_group_back_as_often_as_its_checkpoint_has_not_seen_it():
+    flow, _ = reusing()
+    for _ in range(4):
+        step(flow, lease(flow), version=0)
+    assert flow.ledger.rows["r-000000-0"].updates == [1, 4]
+    flow.hello(Hello(version=0, updates=1, cursor=StreamCursor(sequence=1)))
+    flow.check()
+    assert flow.ledger.rows["r-000000-0"].updates == [1]
+    assert flow.ledger.rows["r-000002-0"].updates == []
+    assert {group.number: group.uses for group in flow.replay.groups} == {0: 1, 1: 1, 2: 0, 3: 0, 4: 0, 5: 0}
+    assert flow.admission.held == 8  # of the groups that were never trained
+    assert totals(flow).tokens["trained"] == 12
+    assert totals(flow).tokens["queued"] == 24
+
+
+def test_a_trained_group_that_grows_stale_before_its_second_training_ends_as_trained():
+    flow, _ = reusing()
+    step(flow, lease(flow))
+    assert isinstance(lease(flow, version=3), NotYet)
+    assert totals(flow).dropped == {"stale": 24}
+    assert totals(flow).tokens["trained"] == 12
+    assert flow.ledger.rows["r-000000-0"].state == "trained"
+    assert flow.admission.held == 0
+    flow.check()
+
+
+@pytest.mark.parametrize("max_reuse", [1, 2])
+def test_groups_that_wait_to_be_trained_again_keep_no_new_rollout_waiting(max_reuse):
+    flow = make_flow(replay={"max_reuse": max_reuse}, run={"updates": 100})
+    feed = Stream(flow)
+    for request in started(flow):
+        feed(*two_turns(request))
+    for _ in range(3):
+        step(flow, lease(flow), version=0)
+        assert len(started(flow)) == 4
+    assert flow.replay.num_groups == {1: 0, 2: 6}[max_reuse]
+
+
+def test_no_more_groups_are_asked_for_than_the_trainings_that_are_left_can_use():
+    # 3 updates of 2 groups are 6 places. Three groups that are trained twice would fill them.
+    assert len(started(make_flow(replay={"max_reuse": 2}, run={"updates": 3}))) == 3 * 2
+    # One update needs two groups, however often a group may be trained.
+    assert len(started(make_flow(replay={"max_reuse": 2}, run={"updates": 1}))) == 2 * 2
+
+
+def test_rollouts_of_a_checkpoint_leave_the_memory_and_those_that_wait_again_stay():
+    flow, _ = reusing()
+    for _ in range(4):
+        step(flow, lease(flow), version=0)
+    flow.committed(Committed(version=4, updates=4, cursor=flow.cursor(), path=""))
+    assert {row.group_id for row in flow.ledger.rows.values()} == {f"g-00000{n}" for n in (2, 3, 4, 5)}
+    flow.check()
+
+
+def test_a_batch_that_is_refused_at_its_second_training_leaves_the_first():
+    flow, _ = reusing()
+    for _ in range(3):
+        step(flow, lease(flow), version=0)
+    step(flow, lease(flow), updates=3, version=3, refused="damaged")
+    assert totals(flow).tokens["trained"] == 36
+    assert totals(flow).dropped == {}
+    assert flow.ledger.rows["r-000000-0"].state == "trained"
+
+
+# The end --------------------------------------------------------------------------------------------------
+
+
+def test_what_is_in_flight_when_a_run_has_had_its_updates_ends_by_name():
+    flow = make_flow(run={"updates": 1}, schedule={"skip_zero_spread": True})
+    feed = Stream(flow)
+    requests = started(flow)
+    feed(two_turns(requests[0])[0])
+    flow.close()
+    states = {row.rollout_id: (row.state.value, row.reason) for row in flow.ledger.rows.values()}
+    assert states[requests[0].rollout_id] == ("dropped", "late")
+    assert {states[request.rollout_id] for request in requests[1:]} == {("withdrawn", "")}
+    assert totals(flow).tokens["in_flight"] == 0
+    assert totals(flow).dropped == {"late": 2}

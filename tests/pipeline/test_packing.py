@@ -124,6 +124,24 @@ def test_a_rollout_lies_in_one_forest_and_only_a_lone_rollout_is_over_the_budget
             assert len(set(ints(forest.entry_rollout).tolist())) <= 1
 
 
+@given(groups(), st.integers(1, 40))
+def test_a_rollout_goes_where_it_adds_the_fewest_tokens_among_the_forests_with_room(rollouts, budget):
+    plain = []  # (prefixes, rollout indices) of each forest
+    for rollout in rollouts:
+        mine = unique_prefixes([rollout])
+        room = [(len(mine - held), i) for i, (held, _) in enumerate(plain) if len(mine | held) <= budget]
+        if not room:
+            plain.append((set(), []))
+        held, members = plain[min(room)[1] if room else -1]
+        held |= mine
+        members.append(rollout.rollout_index)
+    forests = pack(rollouts, budget)
+    assert [len(ints(forest.tokens)) for forest in forests] == [len(held) for held, _ in plain]
+    with_entries = {r.rollout_index for r in rollouts if any(len(b.entries) for b in r.branches)}
+    owners = [set(ints(forest.entry_rollout).tolist()) for forest in forests]
+    assert owners == [set(members) & with_entries for _, members in plain]
+
+
 def unique_prefixes(rollouts):
     return {tuple(p.tokens[: n + 1].tolist()) for r in rollouts for p in r.branches for n in range(len(p.tokens))}
 

@@ -7,19 +7,25 @@ from hypothesis import strategies as st
 from pipeline_scripts import Script, scripts
 
 from clawpipe.pipeline.records import Role
-from clawpipe.pipeline.segments import DropReason, select
+from clawpipe.pipeline.segments import DropReason, branches_of, select
 from clawpipe.pipeline.tree import build, resolve
 
 ALL = 10**9
 
 
-def selected(script, *, leaf_cap=ALL, undelivered=(), cut=()):
+def selected(script, *, leaf_cap=ALL, undelivered=(), cut=(), auxiliary=False):
     ids = [r.call_id for r in script.records]
     delivered = set(ids) - {ids[n] for n in undelivered} - {ids[n] for n in cut}
-    return select(build(resolve(script.records)), leaf_cap=leaf_cap, delivered=delivered, cut={ids[n] for n in cut})
+    return select(
+        build(resolve(script.records)),
+        leaf_cap=leaf_cap,
+        delivered=delivered,
+        cut={ids[n] for n in cut},
+        auxiliary=auxiliary,
+    )
 
 
-def kept(selection):
+def kept(selection, role=Role.MAIN):
     """[(path, {position: number of the sample})]"""
     return [
         (
@@ -29,7 +35,7 @@ def kept(selection):
                 for e, logprob in zip(branch.entries.tolist(), branch.logprobs.tolist(), strict=True)
             },
         )
-        for branch in selection.branches
+        for branch in branches_of(selection.parts, role)
     ]
 
 
@@ -98,6 +104,36 @@ def test_a_compaction_that_came_to_nothing_does_not_save_a_dead_leaf():
     script.call([1, 10, 12, 13], [14])  # the old history goes on
     selection = selected(script)
     assert kept(selection) == [([1, 10, 12, 13, 14], {2: 2, 4: 4})]
+    assert dropped(selection)[0] == {DropReason.DEAD_LEAF: 2}
+
+
+def test_a_compaction_right_after_the_first_call_keeps_that_calls_answer():
+    script = Script()
+    script.call([1, 10], [11])
+    script.call([5, 90], [91], role=Role.COMPACTION)
+    script.call([1, 10, 91], [12])  # the old opening and the summary
+    assert kept(selected(script)) == [([1, 10, 11], {2: 0}), ([1, 10, 91, 12], {3: 2})]
+
+
+def test_a_prompt_that_is_retried_after_a_compaction_leaves_a_dead_leaf():
+    script = Script()
+    script.call([1, 10], [11])
+    script.call([5, 90], [91], role=Role.COMPACTION)
+    script.call([1, 10], [12])
+    script.call([1, 10, 12, 13], [14])
+    selection = selected(script)
+    assert kept(selection) == [([1, 10, 12, 13, 14], {2: 2, 4: 3})]
+    assert dropped(selection)[0] == {DropReason.DEAD_LEAF: 1}
+
+
+def test_an_altered_retry_before_a_compaction_that_came_to_nothing_leaves_a_dead_leaf():
+    script = Script()
+    script.call([1, 10], [11, 11])
+    script.call([1, 10, 99], [12])  # the same with a word more
+    script.call([5, 90], [91], role=Role.COMPACTION)
+    script.call([1, 10, 99, 12, 13], [14])
+    selection = selected(script)
+    assert kept(selection) == [([1, 10, 99, 12, 13, 14], {3: 2, 5: 4})]
     assert dropped(selection)[0] == {DropReason.DEAD_LEAF: 2}
 
 
@@ -202,6 +238,154 @@ def test_the_longest_leaf_of_a_segment_is_kept():
     selection = selected(script)
     assert kept(selection) == [([1, 2, 3, 4, 5, 6, 7], {2: 0, 4: 1, 5: 2, 6: 3})]
     assert dropped(selection)[2] == {DropReason.DEAD_LEAF: 1}
+
+
+def with_sub_agents():
+    script = Script()
+    script.call([1, 10], [11])
+    script.call([2, 20], [21], role=Role.SUBAGENT)
+    script.call([2, 30], [31], role=Role.SUBAGENT)
+    script.call([1, 10, 11, 12], [13])
+    script.call([2, 20, 21, 22], [23], role=Role.SUBAGENT)
+    return script
+
+
+def test_in_groups_of_their_own_each_sub_agent_keeps_its_longest_leaf():
+    selection = selected(with_sub_agents(), auxiliary=True)
+    assert [part.role for part in selection.parts] == [Role.MAIN, Role.SUBAGENT]
+    assert kept(selection) == [([1, 10, 11, 12, 13], {2: 0, 4: 3})]
+    assert kept(selection, Role.SUBAGENT) == [
+        ([2, 30, 31], {2: 2}),
+        ([2, 20, 21, 22, 23], {2: 1, 4: 4}),
+    ]
+    assert dropped(selection) == [{}, {}, {}, {}, {}]
+    assert [fate.kept for fate in selection.fates] == [1, 1, 1, 1, 1]
+    assert selection.num_leaves == 1
+
+
+def test_the_leaves_of_sub_agents_do_not_count_towards_the_cap():
+    assert selected(with_sub_agents(), auxiliary=True, leaf_cap=1).num_kept == 5
+
+
+def test_a_sub_agents_retry_is_a_dead_leaf_in_its_group():
+    script = Script()
+    script.call([1, 10], [11])
+    script.call([2, 20], [21, 21], role=Role.SUBAGENT)  # retried
+    script.call([2, 20], [22], role=Role.SUBAGENT)
+    script.call([2, 20, 22, 23], [24], role=Role.SUBAGENT)
+    selection = selected(script, auxiliary=True)
+    assert kept(selection, Role.SUBAGENT) == [([2, 20, 22, 23, 24], {2: 3, 4: 4})]
+    assert dropped(selection) == [{}, {DropReason.DEAD_LEAF: 2}, {}, {}]
+
+
+def test_a_compaction_of_the_main_conversation_does_not_cut_a_sub_agent():
+    script = Script()
+    script.call([2, 20], [21, 21, 21], role=Role.SUBAGENT)
+    script.call([1, 10], [11])
+    script.call([1, 10, 11, 90], [91], role=Role.COMPACTION)
+    script.call([2, 20], [22], role=Role.SUBAGENT)  # after it, and shorter
+    script.call([1, 91], [12])
+    selection = selected(script, auxiliary=True)
+    assert kept(selection, Role.SUBAGENT) == [([2, 20, 21, 21, 21], {2: 0, 3: 1, 4: 2})]
+    assert dropped(selection)[3] == {DropReason.DEAD_LEAF: 1}
+
+
+def test_in_groups_of_their_own_every_compaction_is_a_leaf():
+    script = Script()
+    script.call([1, 10], [11])
+    script.call([1, 10, 11, 90], [91, 92], role=Role.COMPACTION)
+    script.call([1, 10, 11, 90], [93], role=Role.COMPACTION)  # again: neither outlives the other
+    script.call([1, 93], [12])
+    script.call([1, 93, 12, 90], [94], role=Role.COMPACTION)
+    selection = selected(script, auxiliary=True)
+    assert kept(selection, Role.COMPACTION) == [
+        ([1, 10, 11, 90, 91, 92], {4: 1, 5: 2}),
+        ([1, 10, 11, 90, 93], {4: 3}),
+        ([1, 93, 12, 90, 94], {4: 5}),
+    ]
+    assert kept(selection) == [([1, 10, 11], {2: 0}), ([1, 93, 12], {2: 4})]
+    assert dropped(selection) == [{}, {}, {}, {}, {}]
+
+
+def test_a_compaction_that_a_longer_one_contains_is_kept_and_trained_once():
+    script = Script()
+    script.call([1, 90], [91], role=Role.COMPACTION)
+    script.call([1, 90, 91, 90], [92], role=Role.COMPACTION)
+    selection = selected(script, auxiliary=True)
+    assert kept(selection, Role.COMPACTION) == [([1, 90, 91], {2: 0}), ([1, 90, 91, 90, 92], {4: 1})]
+
+
+def test_cut_and_undelivered_auxiliary_calls_are_not_trained():
+    script = Script()
+    script.call([1, 10], [11])
+    script.call([2, 20], [21], role=Role.SUBAGENT)
+    script.call([2, 20, 21, 22], [23, 24], role=Role.SUBAGENT)
+    script.call([1, 10, 11, 90], [91], role=Role.COMPACTION)
+    selection = selected(script, auxiliary=True, cut=[2], undelivered=[3])
+    assert [part.role for part in selection.parts] == [Role.MAIN, Role.SUBAGENT]
+    assert kept(selection, Role.SUBAGENT) == [([2, 20, 21], {2: 1})]
+    assert dropped(selection) == [{}, {}, {DropReason.CUT: 2}, {DropReason.UNDELIVERED: 1}]
+
+
+def test_a_token_that_main_and_a_sub_agent_sampled_at_one_place_is_trained_with_main():
+    script = Script()
+    script.call([1, 10], [11, 12])
+    script.call([1, 10], [11, 13], role=Role.SUBAGENT)
+    selection = selected(script, auxiliary=True)
+    assert kept(selection) == [([1, 10, 11, 12], {2: 0, 3: 1})]
+    assert kept(selection, Role.SUBAGENT) == [([1, 10, 11, 13], {3: 3})]
+    assert dropped(selection) == [{}, {DropReason.DUPLICATE: 1}]
+
+
+def test_a_token_that_main_left_behind_is_trained_with_the_sub_agent_that_sampled_it_too():
+    script = Script()
+    script.call([1, 10], [11])  # retried
+    script.call([1, 10], [12, 12])
+    script.call([1, 10], [11], role=Role.SUBAGENT)
+    selection = selected(script, auxiliary=True)
+    assert kept(selection) == [([1, 10, 12, 12], {2: 1, 3: 2})]
+    assert kept(selection, Role.SUBAGENT) == [([1, 10, 11], {2: 3})]
+    assert dropped(selection) == [{DropReason.DUPLICATE: 1}, {}, {}]
+
+
+def test_what_a_sub_agent_said_is_context_where_main_was_given_it():
+    script = Script()
+    script.call([1, 10], [11], role=Role.SUBAGENT)
+    script.call([1, 10, 11, 12], [13])
+    selection = selected(script, auxiliary=True)
+    assert kept(selection) == [([1, 10, 11, 12, 13], {4: 1})]
+    assert kept(selection, Role.SUBAGENT) == [([1, 10, 11], {2: 0})]
+
+
+def test_a_rollout_over_the_cap_drops_its_auxiliary_calls_with_it():
+    script = Script()
+    for leaf in range(3):
+        script.call([1, 10 + leaf], [20])
+    script.call([2, 20], [21, 22], role=Role.SUBAGENT)
+    script.call([2, 30], [31], role=Role.SUBAGENT)
+    script.call([5], [6], role=Role.TITLE)
+    selection = selected(script, leaf_cap=2, auxiliary=True, cut=[4])
+    assert selection.parts == ()
+    assert dropped(selection)[3:] == [
+        {DropReason.OVER_BRANCHED: 2},
+        {DropReason.CUT: 1},
+        {DropReason.AUXILIARY_TITLE: 1},
+    ]
+
+
+def test_titles_nudges_memory_and_the_unknown_stay_out_always():
+    script = Script()
+    script.call([1, 10], [11])
+    for role in (Role.TITLE, Role.NUDGE, Role.MEMORY, Role.UNKNOWN):
+        script.call([3, 30], [31], role=role)
+    selection = selected(script, auxiliary=True)
+    assert [part.role for part in selection.parts] == [Role.MAIN]
+    assert dropped(selection)[1:] == [
+        {DropReason.AUXILIARY_TITLE: 1},
+        {DropReason.AUXILIARY_NUDGE: 1},
+        {DropReason.AUXILIARY_MEMORY: 1},
+        {DropReason.AUXILIARY_UNKNOWN: 1},
+    ]
 
 
 ROLES = (Role.MAIN, Role.MAIN, Role.MAIN, Role.SUBAGENT, Role.COMPACTION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 
 import anyio
 import msgspec
@@ -13,7 +14,7 @@ from pipeline_scripts import Script, two_turns
 
 from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.errors import BrokerError, ClawpipeError
-from clawpipe.pipeline.pacing import StreamClock
+from clawpipe.pipeline.pacing import LoopLag, StreamClock
 from clawpipe.pipeline.records import CallRecord, Hello, Infra, PushReport, StreamCursor
 
 
@@ -311,7 +312,7 @@ def test_the_streams_clock_stands_still_while_nothing_is_taken():
 
 
 def test_records_below_the_checkpoints_cursor_are_purged(run):
-    run = run(run={"updates": 2})
+    run = run(run={"updates": 2}, nats={"keep_records_bytes": 0})
     learner = run.learner
 
     async def main():
@@ -324,6 +325,84 @@ def test_records_below_the_checkpoints_cursor_are_purged(run):
     last, left = anyio.run(main)
     assert learner.saved == (2, StreamCursor(sequence=last + 1))
     assert not left
+
+
+def test_records_that_are_done_with_are_kept_for_replay_as_long_as_there_is_room(run):
+    run = run(run={"updates": 2})
+
+    async def main():
+        async with run.around() as (broker, tasks):
+            tasks.start_soon(run.learner.hello_and_train)
+            await run.serve()
+            return await broker.has_records(1)
+
+    assert anyio.run(main)
+    assert run.learner.saved[0] == 2
+    assert len(run.rows("SELECT batch_id FROM batches")) == 2  # and so are the batches that were made of them
+
+
+def test_a_group_is_trained_twice_by_a_service_that_is_killed_in_between(run):
+    run = run(run={"updates": 6}, replay={"max_reuse": 2}, schedule={"max_staleness": 8})
+    learner = run.learner
+
+    async def first():
+        await learner.hello()
+        await learner.train(updates=4, every=2)
+        await learner.train(updates=5, every=9)
+        await learner.lease()
+
+    async def main():
+        async with run.around() as (_, tasks):
+            await run.serve_until(first)
+            tasks.start_soon(learner.train)
+            await run.serve()
+
+    anyio.run(main)
+    counts = Counter(learner.rollouts())
+    assert learner.updates == 6
+    assert (sum(counts.values()), max(counts.values())) == (24, 2)
+    summary = run.summary()
+    assert summary["tokens"]["trained"] == 3 * len(counts)
+    assert summary["rollouts"]["lost"] == 0
+
+
+def test_the_longest_time_that_the_event_loop_was_blocked_is_told_once():
+    async def main():
+        lag = LoopLag(interval_s=0.01)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lag.watch)
+            await anyio.sleep(0.05)
+            time.sleep(0.3)  # noqa: ASYNC251
+            await anyio.sleep(0.05)
+            found = lag.take(), lag.take()
+            tasks.cancel_scope.cancel()
+        return found
+
+    first, again = anyio.run(main)
+    assert 0.25 < first < 5
+    assert again == 0.0
+
+
+def test_a_loop_that_was_blocked_for_more_than_a_second_is_in_the_status_and_worth_a_warning(run, caplog):
+    run = run()
+    seen = []
+
+    async def blocking():
+        while not run.runtime.path("status.json").exists():  # noqa: ASYNC110
+            await anyio.sleep(0.02)
+        time.sleep(1.2)  # noqa: ASYNC251
+        while not seen or max(seen) < 1:
+            await anyio.sleep(0.02)
+            seen.append(run.status()["loop_lag_s"])
+
+    async def main():
+        async with run.around(play=None):
+            await run.serve_until(blocking)
+
+    with caplog.at_level("WARNING", logger="clawpipe"):
+        anyio.run(main)
+    assert max(seen) > 1
+    assert "event loop was blocked" in caplog.text
 
 
 def test_a_learner_that_has_seen_more_than_this_run_is_an_error_that_says_what_to_do(run):

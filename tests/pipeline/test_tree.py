@@ -1,13 +1,14 @@
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_scripts import Script, scripts
 
-from clawpipe.pipeline.records import VersionSpan, floats, int_bytes, ints
+from clawpipe.pipeline.records import FinishReason, Role, VersionSpan, float_bytes, floats, int_bytes, ints
 from clawpipe.pipeline.tree import MalformedRecords, build, resolve
 
 
@@ -120,25 +121,93 @@ def test_a_call_that_is_its_own_ancestor_is_refused():
         resolve([msgspec.structs.replace(record, parent=record.call_id)])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_tokens": 3}, "prompt of 3 tokens, but 0 \\+ 2"),
-        ({"logprobs": b""}, "1 sampled tokens, 0 logprobs"),
-        ({"completion_ids": b"\0\0\0"}, "no multiple of 4"),
-        ({"parent_tokens": 1, "prompt_tokens": 3}, "from a parent that has fewer"),
-        ({"versions": ()}, "version spans do not cover its 1"),
-        ({"versions": (VersionSpan(version=0, start=0, end=2),)}, "version spans"),
-        ({"completion_ids": int_bytes(np.array([-1]))}, "negative token ids"),
-    ],
-)
-def test_a_record_that_contradicts_itself_is_refused(changes, message):
-    record = Script().call([1, 2], [3])
-    with pytest.raises(MalformedRecords, match=message):
-        resolve([msgspec.structs.replace(record, **changes)])
+def test_a_call_that_takes_more_of_its_parent_than_that_has_is_refused():
+    script = Script()
+    script.call([1, 2], [3])
+    second = script.call([1, 2, 3, 4], [5])
+    greedy = msgspec.structs.replace(second, parent_tokens=4, prompt_tokens=5)
+    with pytest.raises(MalformedRecords, match=rf"{second.call_id}: takes 4 tokens from a parent that has 3"):
+        resolve([script.records[0], greedy])
 
 
 def test_two_records_of_one_call_that_differ_are_refused():
     record = Script().call([1, 2], [3])
     with pytest.raises(MalformedRecords, match="twice with different content"):
         resolve([record, msgspec.structs.replace(record, completion_ids=int_bytes([4]))])
+
+
+@given(scripts())
+def test_a_nodes_subtree_is_the_run_of_nodes_up_to_its_end(script):
+    tree = build(resolve(script.records))
+    for node in range(len(tree.parent)):
+        below = [other for other in range(len(tree.parent)) if node in tree.ancestors(other)]
+        assert below == list(range(node, tree.end[node]))
+
+
+@given(scripts())
+def test_a_nodes_address_is_the_digest_of_all_tokens_on_its_path(script):
+    tree = build(resolve(script.records))
+    for node, address in enumerate(tree.addresses()):
+        path = int_bytes(tree.spell(node))
+        assert address == blake2b(path, digest_size=16).digest()
+
+
+def test_equal_paths_have_equal_addresses_in_trees_that_are_cut_in_other_places():
+    plain, forked = Script(), Script()
+    plain.call([1, 2, 3], [4])
+    forked.call([1, 2, 3], [4])
+    forked.call([1, 9], [4])  # cuts 1 2 3 after 1
+    one, other = build(resolve(plain.records)), build(resolve(forked.records))
+    assert [t.tolist() for t in one.tokens] == [[], [1, 2, 3], [4]]
+    assert [t.tolist() for t in other.tokens] == [[], [1], [2, 3], [4], [9], [4]]
+    assert one.addresses() == (other.addresses()[0], other.addresses()[2], other.addresses()[3])
+
+
+def two_turns():
+    script = Script()
+    script.call([1, 2], [3, 4], version=5)
+    script.call([1, 2, 3, 4, 6], [7], version=5)
+    return script
+
+
+def test_the_digest_does_not_depend_on_how_the_prompts_were_delta_encoded():
+    plain = Script()
+    plain.call([1, 2], [3, 4], version=5)
+    plain.call([1, 2, 3, 4, 6], [7], version=5, shared=1)
+    assert build(resolve(plain.records)).digest() == build(resolve(two_turns().records)).digest()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"completion_ids": int_bytes([8])},
+        {"prompt_delta": int_bytes([8])},
+        {"logprobs": float_bytes([-0.5])},
+        {"versions": (VersionSpan(version=6, start=0, end=1),)},
+        {"role": Role.SUBAGENT},
+        {"finish_reason": FinishReason.LENGTH},
+        {"index": 2, "call_id": "r-000000-0.a1.c2"},
+        {"prompt_delta": int_bytes([6, 7]), "prompt_tokens": 6, "completion_ids": b"", "logprobs": b"", "versions": ()},
+    ],
+)
+def test_the_digest_tells_trees_apart(changes):
+    first, second = two_turns().records
+    altered = build(resolve([first, msgspec.structs.replace(second, **changes)]))
+    assert altered.digest() != build(resolve([first, second])).digest()
+    assert build(resolve([first])).digest() != build(resolve([first, second])).digest()
+
+
+def test_a_call_may_take_any_part_of_a_parent_at_the_end_of_a_long_chain():
+    script = Script()
+    whole = []
+    for turn in range(150):
+        whole = [*whole, 1000 + turn]
+        script.call(whole, [2000 + turn, 3000 + turn], parent=script.records[-1].call_id if turn else None)
+        whole = [*whole, 2000 + turn, 3000 + turn]
+    last = script.records[-1].call_id
+    prompts = [[*whole[:depth], 7, depth] for depth in range(0, len(whole), 7)]
+    for prompt in prompts:
+        assert script.call(prompt, [8], parent=last).parent_tokens == len(prompt) - 2
+    tree = build(resolve(script.records))
+    assert [tree.spell(p.prompt_node).tolist() for p in tree.calls[150:]] == prompts
+    assert sum(len(tokens) for tokens in tree.tokens) == len(whole) + 3 * len(prompts)

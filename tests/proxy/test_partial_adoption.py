@@ -94,8 +94,8 @@ async def test_what_lives_on_is_trained_and_the_rest_is_counted(renderer, reason
     kept = len(sampler.ids(f"{THINK}Look.\n{call('ls')}"))
     assert (first.kept, first.dropped) == (kept, {DropReason.NOT_ADOPTED: len(talk.completion(0)) - kept})
     assert (second.kept, second.dropped) == (len(talk.completion(1)), {})
-    [path] = talk.selection(0).paths
-    assert path.tokens.tolist() == talk.prompt(1) + talk.completion(1)
+    [branch] = talk.selection(0).branches
+    assert branch.tokens.tolist() == talk.prompt(1) + talk.completion(1)
 
 
 async def test_a_part_that_ends_inside_a_token_is_not_taken_and_counted(renderer, reasoning_parser, sampler):

@@ -85,7 +85,7 @@ async def test_in_the_manifest_the_failed_one_is_a_call_that_nobody_got(make_pro
     assert failed.kept == 0
     assert set(failed.dropped) == {DropReason.UNDELIVERED, DropReason.DUPLICATE}  # up to where the two part
     assert (good.kept, done.kept) == (good.sampled, done.sampled)
-    assert len(selection.paths) == 1
+    assert len(selection.branches) == 1
 
 
 async def test_as_text_a_failed_call_is_sampled_once(make_proxy, sampler):

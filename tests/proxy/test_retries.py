@@ -107,8 +107,8 @@ async def test_an_altered_retry_is_a_sibling_and_what_it_supersedes_is_not_train
     assert lost.dropped == {DropReason.UNDELIVERED: lost.sampled}
     assert too.dropped == {DropReason.UNDELIVERED: too.sampled}
     assert (kept.kept, on.kept) == (kept.sampled, on.sampled)
-    [path] = selection.paths
-    assert path.tokens.tolist() == talk.prompt(3) + talk.completion(3)
+    [branch] = selection.branches
+    assert branch.tokens.tolist() == talk.prompt(3) + talk.completion(3)
 
 
 async def test_of_two_answers_to_the_same_prompt_the_one_without_a_future_is_a_dead_leaf(renderer, parser, sampler):

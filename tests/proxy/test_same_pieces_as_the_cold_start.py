@@ -20,7 +20,7 @@ from clawpipe.actors.proxy.render import Renderer
 from clawpipe.actors.recording.rolls import pieces_of
 from clawpipe.learner.tokenizer import Piece, encode_pieces, encode_turns, train_tokenizer
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.packing import Path
+from clawpipe.pipeline.packing import Branch
 from clawpipe.pipeline.records import Role
 
 TURNS = [
@@ -108,13 +108,13 @@ def test_the_proxys_prompts_are_the_cold_starts_sequences(talked: Talk) -> None:
 def test_what_is_read_off_a_recording_is_cut_where_the_proxy_cut_it(talked: Talk) -> None:
     """A recording is taken down in other tokens than those that are trained: its pieces must come to the same."""
     nothing = np.zeros(len(talked.sampled))
-    path = Path(
+    branch = Branch(
         tokens=talked.tokens,
         entries=talked.sampled,
         logprobs=nothing.astype(np.float32),
         versions=nothing.astype(np.int32),
     )
-    pieces = [Piece(text, sampled) for text, sampled in pieces_of(path, talked.renderer)]
+    pieces = [Piece(text, sampled) for text, sampled in pieces_of(branch, talked.renderer)]
     ids, is_sampled = encode_pieces(talked.tokenizer, pieces)
     assert ids == talked.tokens.tolist()
     assert np.flatnonzero(is_sampled).tolist() == talked.sampled.tolist()

@@ -153,7 +153,7 @@ async def test_an_overlong_prompt_is_refused_in_the_providers_words_and_makes_no
         assert response.status_code == 400
         assert error["code"] == "context_length_exceeded"
         assert error["message"].startswith("This model's maximum context length is 64 tokens. However, ")
-    assert settled == link.Settled(num_calls=0, num_cut=0)
+    assert settled == link.Settled(num_calls=0)
     assert manifest.num_aborted == 0
     assert sampler.prompts == []
 

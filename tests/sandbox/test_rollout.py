@@ -82,6 +82,7 @@ class SmallProxy:
     answer: bytes = b"42"
     leave_at: type | None = None  # closes the link instead of answering this message
     leave_in_run_s: float | None = None  # closes the link so long after Opened
+    ends_aborted: bool = False  # what Settled says
     silent: bool = False  # takes connections of the harness, and answers nothing
     calls: list[bytes] = field(default_factory=list)
     heard: list[str] = field(default_factory=list)
@@ -127,7 +128,7 @@ class SmallProxy:
                         await trio.sleep(self.leave_in_run_s)
                         return
                 case link.Settle():
-                    reply = link.Settled(num_calls=len(self.calls) - first_call, num_cut=0)
+                    reply = link.Settled(num_calls=len(self.calls) - first_call, ends_aborted=self.ends_aborted)
                 case link.Close():
                     self.outcomes.append(message.outcome)
                     self.lifetimes.append(message.ended_s - message.started_s)
@@ -218,6 +219,19 @@ def test_the_wall_clock_gives_a_graded_timeout(lab, tmp_path: Path) -> None:
 def test_the_harness_own_error_is_the_agents_and_graded(lab, tmp_path: Path) -> None:
     (outcome,) = roll(lab, tmp_path, tail="sys.exit(3)").outcomes
     assert outcome == AgentFailed(reward=1.0, message="exit code 3", checks={"written": 1.0, "right": 1.0})
+
+
+def test_a_harness_that_failed_when_its_last_call_had_is_ours(lab, tmp_path: Path) -> None:
+    proxy = SmallProxy(tmp_path / "proxy.sock", ends_aborted=True)
+    [outcome] = roll(lab, tmp_path, "raise SystemExit(7)", proxy=proxy).outcomes
+    assert isinstance(outcome, Infra)
+    assert (outcome.boundary, "its last model call had failed" in outcome.message) == ("engine", True)
+
+
+def test_one_that_ended_well_for_all_that_is_graded(lab, tmp_path: Path) -> None:
+    proxy = SmallProxy(tmp_path / "proxy.sock", ends_aborted=True)
+    [outcome] = roll(lab, tmp_path, proxy=proxy).outcomes
+    assert isinstance(outcome, Scored)
 
 
 def test_a_flood_of_output_is_the_agents(lab, tmp_path: Path) -> None:

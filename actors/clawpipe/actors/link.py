@@ -52,8 +52,7 @@ class Settled(Struct, frozen=True, kw_only=True, tag="settled"):
     """Which calls exist will not change any more."""
 
     num_calls: int
-    num_cut: int
-    num_aborted: int = 0  # calls that ended in an error which the harness could see
+    ends_aborted: bool = False  # the newest call ended in an error which the harness could see
 
 
 class Close(Struct, frozen=True, kw_only=True, tag="close"):

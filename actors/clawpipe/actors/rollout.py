@@ -55,7 +55,7 @@ class Ended:
 
     exit: Exit
     num_calls: int
-    num_aborted: int
+    ends_aborted: bool  # the newest call ended in an error of ours
     workspace: Snapshot | None
     refused: str = ""
     shortage: str = ""
@@ -123,7 +123,7 @@ async def _run_harness(
         except WorkspaceRefused as err:
             workspace, refused = None, str(err)
     shortage = _shortage(exit, workshop.sandbox.memory_bytes)
-    return Ended(exit, settled.num_calls, settled.num_aborted, workspace, refused, shortage)
+    return Ended(exit, settled.num_calls, settled.ends_aborted, workspace, refused, shortage)
 
 
 def _shortage(exit: Exit, memory_bytes: int) -> str:
@@ -139,12 +139,15 @@ def _with_shortage(ended: Ended, message: str) -> str:
 
 
 def _lost_to_us(ended: Ended, error: str | None) -> Infra | None:
-    """What the policy is not to blame for: a harness without a single call, or one that failed for want of one."""
+    """What the policy is not to blame for: a harness without a single call, or one that failed for want of the next.
+
+    A failure that the harness got over is no reason: leaving those out would leave the long rollouts out.
+    """
     end = ended.exit.output.decode("utf-8", "replace")[-500:]
     if ended.num_calls == 0:
         return _infra("harness", f"{_how(ended, error)} without a single finished model call: {end}")
-    if ended.num_aborted and (error is not None or ended.exit.reason is not Reason.EXITED):
-        return _infra("engine", f"{_how(ended, error)} after {ended.num_aborted} model calls failed: {end}")
+    if ended.ends_aborted and (error is not None or ended.exit.reason is not Reason.EXITED):
+        return _infra("engine", f"{_how(ended, error)} when its last model call had failed: {end}")
     return None
 
 

@@ -4,7 +4,8 @@ The pipeline service serves a batch as bytes; every rank decodes all of it (it i
 takes its own share of the forests. A batch that breaks a rule is refused whole: a loss over part of a batch
 would have the wrong denominators.
 
-Shapes: R rollouts of the batch, T packed tokens of a forest, E loss entries of a forest.
+Shapes: R rows of the batch (rollouts, each role of theirs on its own), T packed tokens of a forest, E loss
+entries of a forest.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class ForestTensors:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The work of one optimizer step: some of the batch's rollouts and the forests that hold their entries."""
+    """The work of one optimizer step: some of the batch's rows and the forests that hold their entries."""
 
-    num_rollouts: int  # |B|, rollouts without entries included
+    num_rows: int  # |B|, rows without entries included
     num_entries: int  # over all ranks
     forests: tuple[ForestTensors, ...]
 
@@ -137,7 +138,11 @@ def restrict(forest: ForestTensors, keep_R: Tensor) -> ForestTensors:
 
 
 def minibatches(rollouts: Sequence[RolloutRow], forests: Sequence[ForestTensors], count: int) -> Iterator[Minibatch]:
-    """Cuts a batch into `count` parts by whole rollouts, neighbours staying together: they share prefixes."""
+    """Cuts a batch into `count` parts by whole rows, neighbours staying together: they share prefixes.
+
+    What a rollout has in one role is never split. Its roles may fall into two parts: they have statistics of
+    their own.
+    """
     total = len(rollouts)
     for part in range(count):
         rows = slice(part * total // count, (part + 1) * total // count)
@@ -146,7 +151,7 @@ def minibatches(rollouts: Sequence[RolloutRow], forests: Sequence[ForestTensors]
         kept = [restrict(forest, keep_R) for forest in forests] if count > 1 else forests
         kept = tuple(forest for forest in kept if forest.num_entries)
         num_entries = sum(forest.num_entries for forest in kept)
-        yield Minibatch(num_rollouts=rows.stop - rows.start, num_entries=num_entries, forests=kept)
+        yield Minibatch(num_rows=rows.stop - rows.start, num_entries=num_entries, forests=kept)
 
 
 def share(
@@ -279,7 +284,8 @@ def _check_rows(batch: Batch, forests: Iterable[ForestTensors]) -> None:
 
 
 def _refusal(batch: Batch, number: int | None, what: str, rows: Sequence[int] | None = None) -> str:
-    ids = [batch.rollouts[row].rollout_id for row in rows or range(len(batch.rollouts))]
+    concerned = range(len(batch.rollouts)) if rows is None else rows
+    ids = list(dict.fromkeys(batch.rollouts[row].rollout_id for row in concerned))
     where = f"batch {batch.batch_id}" + ("" if number is None else f", forest {number}")
     shown = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
     return f"{where}: {what} (rollouts {shown}); the batch is refused whole"

@@ -1,4 +1,5 @@
-"""How far the data is from the policy that learns from it: per harness, per staleness bucket, and in all.
+"""How far the data is from the policy that learns from it: in all, per harness, per staleness bucket, and per role
+where auxiliary calls are trained too.
 
 With rho_t = pi_old / mu and w_t the weight used: k1 = mean -log rho (also the mean of log mu - log pi_old),
 k3 = mean of rho - 1 - log rho (Schulman 2020, an estimate of KL(mu || pi_old) that is never negative),
@@ -6,7 +7,7 @@ ESS = (sum w)^2 / (n sum w^2). Staleness 0 shows the mismatch between engine and
 
 Sums are kept on the device in float64 and read once per update.
 
-Shapes: G groups of entries (all, each harness, each staleness bucket), E loss entries.
+Shapes: G groups of entries (all, each harness, role and staleness bucket), R rows, E loss entries.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ class Diagnostics:
     """Collects the entries of one update, forest by forest."""
 
     def __init__(self, rollouts: Sequence[RolloutRow], device: torch.device) -> None:
-        harnesses = sorted({row.harness for row in rollouts})
-        self._names = [
-            "",
-            *(f"harness/{name}/" for name in harnesses),
-            *(f"staleness/{name}/" for _, name in _BUCKETS),
-        ]
-        self._first_bucket = 1 + len(harnesses)
-        self._harness_R = torch.tensor([1 + harnesses.index(row.harness) for row in rollouts], device=device)
+        harnesses = [f"harness/{row.harness}/" for row in rollouts]
+        roles = [f"role/{row.role}/" for row in rollouts]
+        kinds = [harnesses] if len(set(roles)) < 2 else [harnesses, roles]
+        names = [name for kind in kinds for name in sorted(set(kind))]
+        self._names = ["", *names, *(f"staleness/{name}/" for _, name in _BUCKETS)]
+        self._first_bucket = 1 + len(names)
+        self._kinds_R = [torch.tensor([1 + names.index(name) for name in kind], device=device) for kind in kinds]
         self._bounds = torch.tensor([bound for bound, _ in _BUCKETS][1:], device=device)
         shape = (len(self._names), len(_SUMS))
         self._sums = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -71,7 +71,7 @@ class Diagnostics:
         values_EK = torch.stack([columns[name].double() for name in _SUMS], 1)
         maxima_EM = torch.stack([weight_E, staleness_E.double()], 1)
         bucket_E = self._first_bucket + torch.bucketize(staleness_E, self._bounds, right=True)
-        for group_E in (torch.zeros_like(rollout_E), self._harness_R[rollout_E], bucket_E):
+        for group_E in (torch.zeros_like(rollout_E), *(kind_R[rollout_E] for kind_R in self._kinds_R), bucket_E):
             self._sums.index_add_(0, group_E, values_EK)
             self._maxima.scatter_reduce_(0, group_E[:, None].expand_as(maxima_EM), maxima_EM, "amax")
 

@@ -6,10 +6,11 @@ the weight w_t outside of the clip: decoupled PPO (arXiv 2110.00641), eq. 3.
     L = - 1/|B| sum_i 1/N_i sum_{t in U_i} w_t min(r_t A_i, clip(r_t, 1 - eps_low, 1 + eps_high) A_i)
     r_t = pi_theta(t) / pi_old(t)
 
-|B| counts all rollouts of the minibatch, those without entries (zero advantage) too; N_i all trainable tokens
-of rollout i, those masked for staleness too, so that masking never makes the others louder.
+|B| counts all rows of the minibatch, those without entries (zero advantage) too: a row is a rollout, or what it
+has in an auxiliary role when these are trained. N_i are all trainable tokens of row i, those masked for staleness
+too, so that masking never makes the others louder.
 
-Shapes: R rollouts, E loss entries of one forest.
+Shapes: R rows, E loss entries of one forest.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def grpo_loss(
     return loss, (clipped_E * advantage_E < ratio_E * advantage_E).detach()
 
 
-def shares(rollouts: Sequence[RolloutRow], *, num_rollouts: int, num_entries: int, aggregation: Aggregation) -> Tensor:
-    """Each rollout's share of the mean for one of its entries, float32 [R].
+def shares(rollouts: Sequence[RolloutRow], *, num_rows: int, num_entries: int, aggregation: Aggregation) -> Tensor:
+    """Each row's share of the mean for one of its entries, float32 [R].
 
-    rollout_mean: 1 / (|B| N_i), every rollout counts alike. token_mean: 1 / sum of N_i, every token does.
-    `num_rollouts` and `num_entries` are those of the minibatch over all ranks.
+    rollout_mean: 1 / (|B| N_i), every row counts alike. token_mean: 1 / sum of N_i, every token does.
+    `num_rows` and `num_entries` are those of the minibatch over all ranks.
     """
     if aggregation == "token_mean":
         return torch.full((len(rollouts),), 1.0 / max(num_entries, 1))
     counts_R = torch.tensor([row.num_trainable for row in rollouts], dtype=torch.float32)
-    return 1.0 / (num_rollouts * counts_R.clamp(min=1.0))
+    return 1.0 / (num_rows * counts_R.clamp(min=1.0))

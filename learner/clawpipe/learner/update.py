@@ -3,7 +3,7 @@
 Every rank of the learner calls `update` with the same batch and works on its own share of the forests. The
 result, weights and metrics alike, does not depend on the layout.
 
-Shapes: R rollouts, E loss entries of one forest.
+Shapes: R rows, E loss entries of one forest.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Step:
         self._advantage_R = torch.tensor([row.advantage for row in rollouts], dtype=torch.float32)
         self._share_R = shares(
             rollouts,
-            num_rollouts=part.num_rollouts,
+            num_rows=part.num_rows,
             num_entries=part.num_entries,
             aggregation=objective.algorithm.aggregation,
         )
@@ -199,7 +199,9 @@ def _mean_over_steps(losses: Sequence[Tensor]) -> float:
     return float(mean)
 
 
-def _batch_metrics(rollouts: Sequence[RolloutRow], forests: Sequence[ForestTensors]) -> dict[str, float]:
+def _batch_metrics(rows: Sequence[RolloutRow], forests: Sequence[ForestTensors]) -> dict[str, float]:
+    """Rewards are those of rollouts: a rollout counts once, however many roles of it are trained."""
+    rollouts = {row.rollout_id: row for row in rows}.values()
     rewards: dict[str, list[float]] = {"": [row.reward for row in rollouts]}
     for row in rollouts:
         rewards.setdefault(f"harness/{row.harness}/", []).append(row.reward)

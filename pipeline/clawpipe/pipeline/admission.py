@@ -1,8 +1,9 @@
 """How many rollouts may be in flight. Pure.
 
-A credit is held by each place in a group from the moment its rollout is requested until it is trained or
-dropped for good: requested, running, queued and leased all count. With (max_staleness + 1) steps' worth of
-credits, a rollout admitted at version v is due for training by version v + max_staleness.
+A credit is held by each place in a group from the moment its rollout is requested until it is trained for the
+first time or dropped for good: requested, running again after a loss, queued and leased all count. With
+(max_staleness + 1) steps' worth of credits, a rollout admitted at version v is due for training by version
+v + max_staleness. A group that waits to be trained again holds none: it must not starve new rollouts.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Admission:
 
     def release(self, group_id: str, places: int) -> None:
         """Gives credits of a group back. A broken count of them is a crash."""
-        left = self._held[group_id] - places
+        left = self._held.get(group_id, 0) - places
         assert places >= 0, f"group {group_id} gives back {places} credits"
         assert left >= 0, f"group {group_id} gives back more than it holds"
         if left:
             self._held[group_id] = left
         else:
-            del self._held[group_id]
+            self._held.pop(group_id, None)
 
     def release_all(self, group_id: str) -> None:
         """The group is over: gives back what it still holds."""

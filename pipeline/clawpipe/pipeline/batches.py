@@ -9,7 +9,7 @@ make it again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 from clawpipe.pipeline.assembler import Rollout
-from clawpipe.pipeline.credit import Spread, credit
+from clawpipe.pipeline.credit import Credit, Spread
 from clawpipe.pipeline.forest import Batch, RolloutRow
 from clawpipe.pipeline.packing import Trainable, pack
-from clawpipe.pipeline.records import BatchReady
+from clawpipe.pipeline.records import BatchReady, Role
 from clawpipe.pipeline.replay import ReadyGroup
-from clawpipe.pipeline.segments import DropReason
+from clawpipe.pipeline.segments import DropReason, Part
 
 CHUNK_BYTES = 512 * 1024  # below the payload limit of a NATS server as it comes
 
@@ -36,16 +36,16 @@ class Built:
     groups: tuple[ReadyGroup, ...]
     body: bytes  # msgpack of a Batch
     digest: str
-    unused: dict[str, DropReason]  # rollouts without loss entries
-    masked: dict[str, int]  # tokens over max_staleness by rollout, where there are any
-    reward_mean: float
+    set_aside: dict[str, dict[DropReason, int]]  # rollout id -> why -> kept tokens that are not trained, if any
+    reward_mean: float  # of the rollouts
     num_entries: int
+    groups_without_spread: int  # whose main conversations have no advantage
     staleness_mean: float  # of the tokens that are not over max_staleness
     staleness_max: int
 
     @property
     def rollout_ids(self) -> tuple[str, ...]:
-        """In the order of the batch's rows."""
+        """Every rollout once, in the order of the groups."""
         return tuple(rollout.rollout_id for group in self.groups for rollout in group.rollouts)
 
     @property
@@ -56,10 +56,24 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True)
+class _Line:
+    """One row of a batch and what it is made of: the part of a rollout that has the group's credit of its role."""
+
+    row: RolloutRow
+    part: Part
+    spread: Spread
+
+    @property
+    def used(self) -> bool:
+        """Whether its tokens have loss entries."""
+        return self.spread is Spread.SPREAD
+
+
+@dataclass(frozen=True, slots=True)
 class Recipe:
     """What a batch is made by."""
 
-    advantage_eps: float
+    credit: Callable[[Sequence[float]], Credit]  # rewards of the members of a group -> what each is credited with
     pack_tokens: int  # budget of one forest
     align: int  # forests are a multiple of this long
     max_staleness: int
@@ -69,14 +83,14 @@ class Recipe:
 
         AssertionError for a token of a version that the learner does not have yet.
         """
-        rows, trainable, unused = self._rows(groups)
+        lines = [line for group in groups for line in self._lines(group)]
+        trainable = [Trainable(index, line.part.branches) for index, line in enumerate(lines) if line.used]
         forests = pack(trainable, self.pack_tokens, self.align)
-        batch = Batch(batch_id=batch_id, version=version, rollouts=tuple(rows), forests=forests)
-        body = msgspec.msgpack.encode(batch)
-        names = [rows[each.rollout_index].rollout_id for each in trainable]
-        staleness = [_staleness(name, each, version) for name, each in zip(names, trainable, strict=True)]
-        over = [int((steps > self.max_staleness).sum()) for steps in staleness]
-        counted = np.concatenate([np.empty(0, np.int64), *staleness])
+        rows = tuple(line.row for line in lines)
+        body = msgspec.msgpack.encode(Batch(batch_id=batch_id, version=version, rollouts=rows, forests=forests))
+        staleness = [_staleness(line, version) for line in lines]
+        used = [steps for line, steps in zip(lines, staleness, strict=True) if line.used]
+        counted = np.concatenate([np.empty(0, np.int64), *used])
         counted = counted[counted <= self.max_staleness]
         return Built(
             batch_id=batch_id,
@@ -84,47 +98,61 @@ class Recipe:
             groups=tuple(groups),
             body=body,
             digest=hashlib.blake2b(body).hexdigest(),
-            unused=unused,
-            masked={name: tokens for name, tokens in zip(names, over, strict=True) if tokens},
-            reward_mean=float(np.mean([row.reward for row in rows])),
+            set_aside=self._set_aside(lines, staleness),
+            reward_mean=float(np.mean([rollout.reward for group in groups for rollout in group.rollouts])),
             num_entries=sum(row.num_trainable for row in rows),
+            groups_without_spread=_without_spread(lines),
             staleness_mean=float(counted.mean()) if len(counted) else 0.0,
             staleness_max=int(counted.max(initial=0)),
         )
 
-    def _rows(self, groups: Sequence[ReadyGroup]) -> tuple[list[RolloutRow], list[Trainable], dict[str, DropReason]]:
-        """All rollouts as rows, those with an advantage as trainable, the others by why they have none."""
-        rows: list[RolloutRow] = []
-        trainable: list[Trainable] = []
-        unused: dict[str, DropReason] = {}
-        for group in groups:
-            shares = credit([rollout.reward for rollout in group.rollouts], self.advantage_eps)
-            for rollout, advantage in zip(group.rollouts, shares.advantages, strict=True):
-                used = shares.spread is Spread.SPREAD
-                if used:
-                    trainable.append(Trainable(len(rows), rollout.branches))
-                else:
-                    unused[rollout.rollout_id] = DropReason(shares.spread.value)
-                rows.append(_row(group, rollout, advantage, used))
-        return rows, trainable, unused
+    def _lines(self, group: ReadyGroup) -> Iterator[_Line]:
+        """The group's rows, main first. The members of a role are the rollouts that have a part of it: the others
+        are in neither its mean nor its deviation."""
+        for role in Role:
+            members = [(rollout, part) for rollout in group.rollouts for part in rollout.parts if part.role is role]
+            if not members:
+                continue
+            credit = self.credit([rollout.reward for rollout, _ in members])
+            for (rollout, part), advantage in zip(members, credit.advantages, strict=True):
+                used = credit.spread is Spread.SPREAD
+                yield _Line(_row(group, rollout, part, advantage, used), part, credit.spread)
+
+    def _set_aside(
+        self, lines: Sequence[_Line], staleness: Sequence[npt.NDArray[np.int64]]
+    ) -> dict[str, dict[DropReason, int]]:
+        found: dict[str, dict[DropReason, int]] = {}
+        for line, steps in zip(lines, staleness, strict=True):
+            reason = DropReason.STALE if line.used else DropReason(line.spread.value)
+            tokens = int((steps > self.max_staleness).sum()) if line.used else line.part.num_kept
+            if tokens:
+                reasons = found.setdefault(line.row.rollout_id, {})
+                reasons[reason] = reasons.get(reason, 0) + tokens
+        return found
 
 
-def _row(group: ReadyGroup, rollout: Rollout, advantage: float, used: bool) -> RolloutRow:
+def _row(group: ReadyGroup, rollout: Rollout, part: Part, advantage: float, used: bool) -> RolloutRow:
     return RolloutRow(
         rollout_id=rollout.rollout_id,
         group_id=group.group_id,
         harness=rollout.manifest.harness,
         reward=rollout.reward,
         advantage=advantage,
-        num_trainable=rollout.num_kept if used else 0,
+        num_trainable=part.num_kept if used else 0,
+        role=part.role.value,
     )
 
 
-def _staleness(rollout_id: str, trainable: Trainable, version: int) -> npt.NDArray[np.int64]:
-    """learner version - token version, for every loss entry of a rollout."""
-    found = version - np.concatenate([branch.versions for branch in trainable.branches]).astype(np.int64)
-    assert found.min() >= 0, f"rollout {rollout_id} has tokens of a version after {version}, the learner's own"
+def _staleness(line: _Line, version: int) -> npt.NDArray[np.int64]:
+    """learner version - token version, for every kept token of a row."""
+    found = version - np.concatenate([branch.versions for branch in line.part.branches]).astype(np.int64)
+    name = line.row.rollout_id
+    assert found.min(initial=0) >= 0, f"rollout {name} has tokens of a version after {version}, the learner's own"
     return found
+
+
+def _without_spread(lines: Iterable[_Line]) -> int:
+    return len({line.row.group_id for line in lines if line.part.role is Role.MAIN and not line.used})
 
 
 class Batches:
@@ -166,12 +194,15 @@ class Batches:
         self._stepped.append((updates, replace(batch, body=b"")))  # the body can be made again
 
     def rewind(self, updates: int) -> list[Built]:
-        """The learner starts anew after `updates`: the lease and all that it trained beyond, oldest first."""
-        lost = [batch for number, batch in self._stepped if number > updates]
+        """The learner starts anew after `updates`: the lease and all that it trained beyond, newest first.
+
+        A group may be in several of them. Each batch holds it as it was when that batch was leased, so whoever
+        undoes them in this order ends with the group as it was before the first.
+        """
+        lost = [] if self.lease is None else [self.lease]
+        lost += [batch for number, batch in reversed(self._stepped) if number > updates]
+        self.lease = None
         self._stepped = [(number, batch) for number, batch in self._stepped if number <= updates]
-        if self.lease is not None:
-            lost.append(self.lease)
-            self.lease = None
         return lost
 
     def commit(self, updates: int) -> list[Built]:

@@ -13,7 +13,8 @@ import msgspec
 from msgspec import Struct
 
 from clawpipe.pipeline.records import StreamCursor
-from clawpipe.pipeline.segments import DropReason
+
+TRAINED = "trained"  # how a rollout ends of which at least one token was trained
 
 
 class RolloutState(StrEnum):
@@ -28,7 +29,10 @@ class RolloutState(StrEnum):
 
 
 class Row(Struct, kw_only=True):
-    """A rollout. sampled = open + kept + the sum of dropped."""
+    """A rollout. sampled = open + kept + the sum of dropped.
+
+    A call that came when its rollout was over, or that nobody asked for, has a row of its own (`is_stray`).
+    """
 
     rollout_id: str
     group_id: str
@@ -53,12 +57,19 @@ class Row(Struct, kw_only=True):
     malformed: int = 0  # calls in which the model tried to call a tool and failed
     sampled: int = 0
     open: int = 0  # tokens of a rollout without a manifest
-    kept: int = 0  # trainable tokens; they are where the rollout is, or dropped for `unused`
-    unused: str = ""
-    masked: int = 0  # of the kept tokens, those over max_staleness at the lease: the learner leaves them out
+    kept: int = 0  # trainable tokens; they are where the rollout is, those in `set_aside` left out
+    set_aside: dict[str, int] = {}  # reason -> kept tokens that are not trained as things stand
     dropped: dict[str, int] = {}
-    update: int | None = None  # that trained it
+    updates: list[int] = []  # that trained it; while it waits to be trained again it is queued or leased
     last_sequence: int = 0  # of its records, when it settled
+    num_leaves: int = 0
+    leaf_cap: int = 0  # by which it was judged; 0: it was not
+    tree: str = ""  # digest of its tree; empty: none was built
+
+    @property
+    def is_stray(self) -> bool:
+        """Whether this is a call that belongs to no open rollout; `group_id` is the rollout that it names."""
+        return "@" in self.rollout_id
 
 
 class CallRow(Struct, frozen=True, kw_only=True):
@@ -79,6 +90,7 @@ class BatchRow(Struct, frozen=True, kw_only=True):
     version: int
     rollouts: tuple[str, ...]  # in the order of the batch
     updates: int | None = None
+    digest: str = ""  # of its body
 
 
 class UpdateRow(Struct, frozen=True, kw_only=True):
@@ -120,8 +132,30 @@ class Changes(Struct, frozen=True, kw_only=True):
     standing: Standing | None
 
 
+class Sums(Struct, kw_only=True):
+    """Sums over the rollouts that ended alike."""
+
+    rollouts: int = 0
+    num_settled: int = 0  # of them with a manifest
+    sampled: int = 0
+    calls: int = 0
+    run_s: float = 0.0  # of the settled ones
+    reward_sum: float = 0.0
+    num_graded: int = 0
+
+    def add(self, row: Row) -> None:
+        """Counts one more rollout."""
+        self.rollouts += 1
+        self.sampled += row.sampled
+        self.calls += row.calls
+        if row.outcome:
+            self.num_settled, self.run_s = self.num_settled + 1, self.run_s + row.ended_s - row.started_s
+        if row.reward is not None:
+            self.reward_sum, self.num_graded = self.reward_sum + row.reward, self.num_graded + 1
+
+
 class Totals(Struct, kw_only=True):
-    """Sums over rollouts."""
+    """Sums over rollouts, and over the tokens of strays."""
 
     outcomes: Counter[str] = msgspec.field(default_factory=Counter)
     reasons: Counter[str] = msgspec.field(default_factory=Counter)  # of dropped rollouts
@@ -137,14 +171,17 @@ class Totals(Struct, kw_only=True):
     reward_sum: float = 0.0
     num_graded: int = 0
     run_s: float = 0.0  # wall clock of settled rollouts, summed
+    ends: dict[str, Sums] = {}  # by `end_of`, of the rollouts that have ended
 
     def add(self, row: Row) -> None:
         """Counts one more rollout."""
         if row.outcome:
             self.outcomes[row.outcome] += 1
             self.run_s += row.ended_s - row.started_s
-        if row.state is RolloutState.DROPPED:
+        if row.state is RolloutState.DROPPED and not row.is_stray:
             self.reasons[row.reason] += 1
+        if end := end_of(row):
+            self.ends.setdefault(end, Sums()).add(row)
         self.calls += row.calls
         self.num_aborted += row.num_aborted
         self.roles.update(row.roles)
@@ -158,22 +195,41 @@ class Totals(Struct, kw_only=True):
             self.reward_sum, self.num_graded = self.reward_sum + row.reward, self.num_graded + 1
 
 
+def end_of(row: Row) -> str:
+    """How the rollout ended: TRAINED, or the reason why nothing of it was; empty while it has not, and for a
+    request that was taken back or a stray."""
+    if row.is_stray:
+        return ""
+    if row.state is RolloutState.DROPPED:
+        return row.reason
+    if row.state is not RolloutState.TRAINED:
+        return ""
+    return TRAINED if row.kept > sum(row.set_aside.values()) else most_of(row.set_aside)
+
+
+def most_of(set_aside: Mapping[str, int]) -> str:
+    """The reason that holds for most of the tokens; empty without any."""
+    return max(set_aside, key=lambda reason: (set_aside[reason], reason), default="")
+
+
+def copy_id(call_id: str, sequence: int) -> str:
+    """The name in the books of a record that has not its call's place there: a second copy, or a stray."""
+    return f"{call_id}@{sequence}"
+
+
 def bucket_tokens(row: Row) -> dict[str, int]:
-    """The row's tokens by where they are; what is dropped is in `dropped_tokens`."""
+    """The row's tokens by where they are; what is dropped is in `dropped_tokens`.
+
+    Tokens that were trained count as trained also while they wait to be trained again.
+    """
+    state = RolloutState.TRAINED if row.updates else row.state
     found = {"sampled": row.sampled, "in_flight": row.open}
-    if not row.unused:
-        found[row.state.value] = found.get(row.state.value, 0) + row.kept - row.masked
-    return found
+    return added(found, {state.value: row.kept - sum(row.set_aside.values())})
 
 
 def dropped_tokens(row: Row) -> dict[str, int]:
     """The row's tokens that are not trained, by reason."""
-    found = dict(row.dropped)
-    if row.unused and row.kept:
-        found = added(found, {row.unused: row.kept})
-    elif row.masked:
-        found = added(found, {DropReason.STALE.value: row.masked})
-    return found
+    return added(row.dropped, row.set_aside)
 
 
 def added(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The command line: `clawpipe up | check | demos | status | drain | run | harness`. Parses, calls, prints, no more."""
+"""The command line: `clawpipe up | check | status | ledger | replay | drain | ...`. Parses, calls, prints, no more."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import anyio
 import msgspec
 import typer
 
+from clawpipe.pipeline import audit, replay_command
 from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline import demos as demonstrations
 from clawpipe.pipeline import runtime as runtimes
@@ -33,6 +34,8 @@ ConfigPath = Annotated[Path, typer.Argument(help="The configuration, a TOML file
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Replaces a key: --set learner.lr=1e-5.")
 ]
+OfRun = Annotated[Path, typer.Argument(help="The folder of a run.", metavar="RUN_DIR")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
 RunDir = Annotated[Path | None, typer.Option("--run-dir", help="The run folder; default: a new or the newest one.")]
 
 
@@ -111,6 +114,30 @@ def status(run_dir: RunDir = None, as_json: Annotated[bool, typer.Option("--json
         return
     for line in status_lines(folder):
         typer.echo(line)
+
+
+@app.command()
+def ledger(run_dir: OfRun, as_json: AsJson = False) -> None:
+    """Proves that every rollout, call and token of a run ended in a named state, or names the first that did not."""
+    found = audit.audit(run_dir, goes_on=is_running(run_dir))
+    for line in [audit.as_json(found)] if as_json else audit.lines(found):
+        typer.echo(line)
+    if found.wrong is not None:
+        raise typer.Exit(1)
+
+
+@app.command()
+def replay(
+    run_dir: OfRun,
+    batches: Annotated[Path | None, typer.Option(help="A folder for the bodies, <batch id>.msgpack.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Rebuilds the trees and batches of a run that has ended from its stored records, and compares them."""
+    found = replay_command.replay(run_dir, goes_on=is_running(run_dir), batches_dir=batches)
+    for line in [json.dumps(msgspec.to_builtins(found), indent=2)] if as_json else replay_command.lines(found):
+        typer.echo(line)
+    if found.first is not None:
+        raise typer.Exit(1)
 
 
 @app.command()

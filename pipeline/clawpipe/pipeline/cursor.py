@@ -37,16 +37,30 @@ class Spans:
         span.last[rollout_id] = max(sequence, span.last.get(rollout_id, 0))
         self.position = max(self.position, sequence)
 
+    def pass_by(self, sequence: int) -> None:
+        """A message that belongs to no group was read: it holds nothing up."""
+        self.position = max(self.position, sequence)
+
     def last(self, group_id: str, rollout_id: str) -> int:
         """The newest sequence of a rollout's records; 0 without any."""
         span = self._spans.get(group_id)
         return span.last.get(rollout_id, 0) if span else 0
+
+    def rollouts(self, group_id: str) -> tuple[str, ...]:
+        """The rollouts of a group of which records were read."""
+        span = self._spans.get(group_id)
+        return tuple(span.last) if span else ()
 
     def set_over(self, group_id: str, over: bool) -> None:
         """The group is trained or dropped whole, or (False) its training was lost."""
         span = self._spans.get(group_id)
         if span is not None:
             span.over = over
+
+    @property
+    def open(self) -> tuple[str, ...]:
+        """The groups that hold the cursor."""
+        return tuple(key for key, span in self._spans.items() if not span.over)
 
     def cursor(self) -> StreamCursor:
         """The cursor of a checkpoint taken now."""

@@ -6,6 +6,7 @@ aside (`records.DeadLetter`).
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,9 @@ import msgspec
 from clawpipe.pipeline.records import SCHEMA, CallRecord, DeadLetter, Flaw, RolloutManifest
 
 CALL, MANIFEST = "call", "manifest"
+LETTER_BYTES = 512 * 1024  # of a dead letter's body; the record itself stays in the stream until it is purged
+KEPT_BYTES = 64 * 1024  # of a longer one
+DETAIL_CHARS = 1000
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     CALL: msgspec.msgpack.Decoder(CallRecord),
@@ -65,19 +69,37 @@ class Entry:
 
 
 def read(sequence: int, subject: str, message_id: str, body: bytes) -> Entry:
-    """The entry of a message; subjects are <prefix>.records.<kind>.<rollout id>."""
-    kind, rollout_id = subject.split(".")[2:4]
+    """The entry of a message; subjects are <prefix>.records.<kind>.<rollout id>, and .claim behind it for a claim."""
+    tokens = subject.split(".")
+    kind, rollout_id = tokens[2], tokens[3] if len(tokens) > 3 else ""
     try:
         record = _decoders[kind].decode(body)
-    except (msgspec.MsgspecError, KeyError) as err:
-        flaw, detail = _what_is_wrong(body, err)
-        return Entry(sequence, subject, message_id, rollout_id, None, flaw, detail, body)
+    except KeyError:
+        return bad(sequence, subject, message_id, body, Flaw.UNREADABLE, f"there are no records of kind {kind!r}")
+    except msgspec.MsgspecError as err:
+        return bad(sequence, subject, message_id, body, *_what_is_wrong(body, err))
     if record.schema > SCHEMA:
-        return Entry(sequence, subject, message_id, rollout_id, None, Flaw.UNKNOWN_SCHEMA, _newer(record.schema), body)
+        return bad(sequence, subject, message_id, body, Flaw.UNKNOWN_SCHEMA, _newer(record.schema))
     if record.rollout_id != rollout_id:
         detail = f"it names rollout {record.rollout_id}, and came as one of {rollout_id}"
-        return Entry(sequence, subject, message_id, rollout_id, None, Flaw.UNSOUND, detail, body)
+        return bad(sequence, subject, message_id, body, Flaw.UNSOUND, detail)
     return Entry(sequence, subject, message_id, rollout_id, record)
+
+
+def bad(sequence: int, subject: str, message_id: str, body: bytes, flaw: Flaw, detail: str) -> Entry:
+    """The entry of a message that cannot be used."""
+    rollout_id = "".join(subject.split(".")[3:4])
+    return Entry(sequence, subject, message_id, rollout_id, None, flaw, detail, body)
+
+
+def cut(letter: DeadLetter) -> DeadLetter:
+    """The letter in a size that one message holds: of a longer body its beginning, its length and its digest."""
+    detail = letter.detail[:DETAIL_CHARS]
+    if len(letter.body) <= LETTER_BYTES:
+        return msgspec.structs.replace(letter, detail=detail)
+    digest = hashlib.blake2b(letter.body, digest_size=16).hexdigest()
+    detail = f"{detail} [body of {len(letter.body)} bytes, blake2b {digest}, cut to {KEPT_BYTES}]"
+    return msgspec.structs.replace(letter, body=letter.body[:KEPT_BYTES], detail=detail)
 
 
 def _what_is_wrong(body: bytes, err: Exception) -> tuple[Flaw, str]:

@@ -1,52 +1,37 @@
 """The state between the record stream and the learner: what each record and each message means. No I/O.
 
-Put together from the room's parts: a record goes through the assembler to its group (scheduler), complete
-groups to the replay queue, from there in batches to the learner; credits (admission) come back when a place is
-closed or trained; the ledger hears of every step. `service` feeds it and carries what it gives.
+Put together from the room's parts: `intake` turns records into groups that wait for the learner, `leases` hands
+them out in batches, `holdings` knows who has what; here is how much is asked of the actors. `service` feeds the
+flow and carries what it gives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from clawpipe.pipeline.admission import Admission
-from clawpipe.pipeline.assembler import Arrival, Assembler, Rollout
-from clawpipe.pipeline.batches import Batches, Built, Recipe
-from clawpipe.pipeline.books import BatchRow, RolloutState, Standing, UpdateRow
-from clawpipe.pipeline.config import Config, GrpoConfig
-from clawpipe.pipeline.cursor import Spans
+from clawpipe.pipeline.batches import Built
+from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.entries import Entry
-from clawpipe.pipeline.errors import ClawpipeError
+from clawpipe.pipeline.holdings import Holdings
+from clawpipe.pipeline.intake import Earlier, Intake
+from clawpipe.pipeline.leases import Leases
+from clawpipe.pipeline.leases import Order as Order
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import (
     BatchReady,
-    CallRecord,
     Committed,
+    DeadLetter,
     Finished,
     Hello,
     NotYet,
-    RolloutManifest,
     RolloutRequest,
     Stepped,
     StreamCursor,
 )
-from clawpipe.pipeline.replay import ReadyGroup, Replay, Taken
-from clawpipe.pipeline.scheduler import INFRASTRUCTURE, Scheduler, Settlement, group_id, parse
+from clawpipe.pipeline.scheduler import group_id
 from clawpipe.pipeline.segments import DropReason
-
-MIN_LOSSES_IN_ROW = 16  # rollouts lost to infrastructure, one after the other, that end the run
-MAX_REFUSED_IN_ROW = 5
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Order:
-    """A batch to be built; `Flow.leased` takes the result."""
-
-    batch_id: str
-    version: int
-    groups: tuple[ReadyGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,146 +41,96 @@ class Limits:
     updates: int  # in all
     groups_per_step: int
     group_size: int
+    max_reuse: int  # trainings of a group
 
 
 class Flow:
     """See the module."""
 
-    def __init__(self, config: Config, tasks: Iterable[str], ledger: Ledger, log: EventLog, process: str) -> None:
-        """`process` tells this process from all earlier ones: the ids of its batches are made with it."""
-        schedule, replay = config.schedule, config.replay
-        parallel = config.learner.parallel
-        self.limits = Limits(config.run.updates, schedule.groups_per_step, schedule.group_size)
-        leaf_cap = replay.leaf_cap if isinstance(replay.leaf_cap, int) else replay.leaf_cap.at_most
-        self.assembler = Assembler(close_timeout_s=replay.close_timeout_s, leaf_cap=leaf_cap)
-        self.scheduler = Scheduler(
-            tasks=tuple(tasks),
-            harnesses=[(harness.name, harness.weight) for harness in config.harness],
-            groups_per_step=schedule.groups_per_step,
-            group_size=schedule.group_size,
-            seed=config.run.seed,
-            refill=schedule.refill,
-        )
-        self.admission = Admission(
-            max_staleness=schedule.max_staleness,
-            rollouts_per_step=schedule.groups_per_step * schedule.group_size,
-        )
-        self.replay = Replay(
-            capacity_tokens=replay.capacity_tokens,
-            capacity_rollouts=replay.capacity_rollouts,
-            max_staleness=schedule.max_staleness,
-            groups_per_step=schedule.groups_per_step,
-            shares=self.scheduler.shares,
-        )
-        assert isinstance(config.algorithm, GrpoConfig), "the learner's preflight refuses any other"
-        self.recipe = Recipe(
-            advantage_eps=config.algorithm.advantage_eps,
-            pack_tokens=config.learner.pack_tokens,
-            align=parallel.tensor,
-            max_staleness=schedule.max_staleness,
-        )
-        self.batches = Batches()
-        self.spans = Spans()
+    def __init__(
+        self,
+        config: Config,
+        tasks: Iterable[str],
+        ledger: Ledger,
+        log: EventLog,
+        process: str,
+        leaf_caps: Mapping[str, int] | None = None,
+    ) -> None:
+        """`process` tells this process from all earlier ones: the ids of its batches are made with it. `leaf_caps`:
+        what those decided, by rollout id."""
+        schedule = config.schedule
+        max_reuse = config.replay.max_reuse
+        self.limits = Limits(config.run.updates, schedule.groups_per_step, schedule.group_size, max_reuse)
+        self.holdings = Holdings(config, tasks, ledger, leaf_caps or {})
+        self.intake = Intake(self.holdings, schedule, log)
+        self.leases = Leases(self.holdings, updates=config.run.updates, max_reuse=max_reuse, log=log, process=process)
+        self.assembler = self.holdings.assembler
+        self.scheduler = self.holdings.scheduler
+        self.admission = self.holdings.admission
+        self.replay = self.holdings.replay
+        self.recipe = self.holdings.recipe
+        self.batches = self.holdings.batches
+        self.spans = self.holdings.spans
         self.ledger = ledger
-        self.version = 0  # the learner's
-        self.updates = 0
-        self.committed_updates: int | None = None  # of the learner's last checkpoint since it started
         self.draining = False
-        self.catching_up = False  # reading again what an earlier process had read
-        self._log = log
-        self._process = process
-        self._building: tuple[ReadyGroup, ...] = ()
-        self._leases = 0
-        self._losses_in_row = 0
-        self._refused_in_row = 0
+
+    @property
+    def version(self) -> int:
+        """The learner's."""
+        return self.holdings.version
+
+    @property
+    def updates(self) -> int:
+        """That the learner has made."""
+        return self.holdings.updates
+
+    @property
+    def committed_updates(self) -> int | None:
+        """Of the learner's last checkpoint since it started."""
+        return self.leases.committed_updates
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has had its updates."""
+        return self.leases.finished
+
+    @property
+    def catching_up(self) -> bool:
+        """Whether records are read again that an earlier process had read."""
+        return self.holdings.catching_up
 
     # Records ----------------------------------------------------------------------------------------------
+
+    @property
+    def dead_letters(self) -> list[DeadLetter]:
+        """Records that cannot be used; whoever reads the stream publishes them before it takes the next record."""
+        return self.intake.dead_letters
+
+    @property
+    def full(self) -> bool:
+        """Whether no more may be taken from the stream now."""
+        return self.replay.full(self.scheduler.head)
 
     def record(self, entry: Entry, now_s: float) -> bool:
         """A message of the stream; says whether it closed a rollout.
 
         `now_s` stands still while nothing is taken from the stream.
         """
-        sequence, record = entry.sequence, entry.record
-        assert record is not None, "bad messages are set aside"
-        name = parse(record.rollout_id)
-        if name is None or (name.number >= self.scheduler.next_number and not self.catching_up):
-            self._turn_away(sequence, record)
-            return False
-        key = name.group_id
-        self.spans.note(key, record.rollout_id, sequence, over=self.scheduler.is_over(name.number))
-        verdict = self.assembler.add(record, now_s)
-        arrival, rollout = verdict.arrival, verdict.rollout
-        if isinstance(record, CallRecord) and arrival is Arrival.NEW:
-            self.ledger.sampled(record, key)
-        elif isinstance(record, CallRecord) and arrival is Arrival.LATE:
-            self.ledger.stray(record, key, DropReason.LATE)
-        if rollout is not None:
-            self._settle(key, rollout)
-        return rollout is not None
+        return self.intake.record(entry, now_s)
 
     def tick(self, now_s: float) -> None:
         """Drops what has waited too long for its calls, then proves that nothing is missing."""
-        for rollout in self.assembler.expire(now_s):
-            self._settle(_group_of(rollout.rollout_id), rollout)
+        self.intake.expire(now_s)
         if not self.catching_up:
             self.check()
 
     def check(self) -> None:
         """The conservation law; AssertionError with the first rollout that breaks it."""
-        self.ledger.check(dict(self._held()))
+        self.holdings.check()
 
     def lost(self, rollout_id: str, reason: DropReason = DropReason.LOST) -> None:
         """The rollout's request is gone, and no manifest came."""
-        key = _group_of(rollout_id)
-        fates = self.assembler.abandon(rollout_id, reason)
-        self.ledger.abandoned(rollout_id, key, fates, reason)
-        self._log.warning("rollout lost", rollout=rollout_id, reason=reason.value)
-        self._advance(key, self.scheduler.lose(rollout_id))
-
-    def _settle(self, key: str, rollout: Rollout) -> None:
-        settlement = self.scheduler.settle(rollout)
-        self.ledger.settled(rollout, key, settlement.reason, self.spans.last(key, rollout.rollout_id))
-        outcome = type(rollout.manifest.outcome).__name__
-        self._log.info(
-            "rollout closed",
-            rollout=rollout.rollout_id,
-            calls=len(rollout.manifest.calls),
-            outcome=outcome,
-            kept_tokens=rollout.num_kept,
-            dropped=settlement.reason.value if settlement.reason else "",
-            detail=rollout.detail,
-        )
-        self._advance(key, settlement)
-        self._count_losses(rollout, settlement.reason)
-
-    def _advance(self, key: str, settlement: Settlement) -> None:
-        if settlement.place_closed and not self.catching_up:
-            self.admission.release(key, 1)
-        if settlement.group is not None:
-            self.replay.put(settlement.group)
-        elif settlement.complete:
-            self._end(key)
-
-    def _end(self, key: str) -> None:
-        """The group is done for good."""
-        self.spans.set_over(key, True)
-        self.admission.release_all(key)
-
-    def _turn_away(self, sequence: int, record: CallRecord | RolloutManifest) -> None:
-        self.spans.note(record.rollout_id, record.rollout_id, sequence, over=True)
-        self._log.warning("record of a rollout that nobody asked for", rollout=record.rollout_id)
-        if isinstance(record, CallRecord):
-            self.ledger.stray(record, record.rollout_id, DropReason.UNADMITTED)
-
-    def _count_losses(self, rollout: Rollout, reason: DropReason | None) -> None:
-        self._losses_in_row = self._losses_in_row + 1 if reason in INFRASTRUCTURE else 0
-        step = self.limits.groups_per_step * self.limits.group_size
-        if self._losses_in_row >= max(MIN_LOSSES_IN_ROW, step) and not self.catching_up:
-            raise ClawpipeError(
-                f"{self._losses_in_row} rollouts in a row were lost to infrastructure, the last one "
-                f"({rollout.rollout_id}) by {reason}: {rollout.detail}; look into logs/actor.log and logs/proxy.log"
-            )
+        self.intake.lost(rollout_id, reason)
 
     # Requests ---------------------------------------------------------------------------------------------
 
@@ -218,157 +153,68 @@ class Flow:
         self.scheduler.withdraw(request.rollout_id)
         self.ledger.withdrawn(request.rollout_id, request.group_id)
 
+    def close(self) -> None:
+        """The run has had its updates: what is in flight still has come too late for it."""
+        for rollout_id in self.ledger.in_flight:
+            row = self.ledger.rows[rollout_id]
+            if not row.calls:
+                self.ledger.withdrawn(rollout_id, row.group_id)
+                continue
+            fates = self.assembler.abandon(rollout_id, DropReason.LATE)
+            last = self.spans.last(row.group_id, rollout_id)
+            self.ledger.abandoned(rollout_id, row.group_id, fates, DropReason.LATE, last)
+
     def _wants_group(self) -> bool:
-        """No more groups than the updates that are left will train."""
-        leased = len(self.batches.lease.groups) if self.batches.lease else 0
-        ahead = len(self.scheduler.open_groups) + self.replay.num_groups + len(self._building) + leased
-        return ahead < (self.limits.updates - self.updates) * self.limits.groups_per_step
+        """No more groups than the updates that are left will train.
+
+        Each update trains a group once at most, so a group that is trained n times more fills n places of the
+        updates that are left, and never more than there are updates.
+        """
+        left = self.limits.updates - self.updates
+        uses = [group.uses for group in self.holdings.groups] + [0] * len(self.scheduler.open_groups)
+        places = sum(min(self.limits.max_reuse - used, left) for used in uses)
+        return places < left * self.limits.groups_per_step
 
     # The learner ------------------------------------------------------------------------------------------
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run has had its updates."""
-        return self.updates >= self.limits.updates
-
     def hello(self, message: Hello) -> None:
         """The learner starts anew from a checkpoint: what it trained beyond waits again."""
-        if message.updates > self.updates:
-            raise ClawpipeError(
-                f"the learner's checkpoint has seen {message.updates} updates, this run {self.updates}; "
-                "resume the run folder that the checkpoint belongs to"
-            )
-        for batch in self.batches.rewind(message.updates):
-            self.ledger.requeued(batch.batch_id)
-            for group in batch.groups:
-                self.replay.put(group)
-                self.spans.set_over(group.group_id, False)
-                self.admission.release_all(group.group_id)
-                self.admission.restore(group.group_id, len(group.rollouts))
-        self.ledger.rewound(message.updates)
-        self.ledger.stands(Standing(cursor=message.cursor, updates=message.updates))
-        self.updates, self.version, self.committed_updates = message.updates, message.version, None
-        self._log.info("learner is up", version=message.version, updates=message.updates)
+        self.leases.hello(message)
 
     def lease(self, version: int) -> BatchReady | NotYet | Finished | Order:
         """The next batch: the one that is out already, or an order to build it."""
-        self.version = max(version, self.version)
-        if self.batches.lease is not None:
-            return self.batches.lease.ready
-        if self.finished:
-            return Finished()
-        taken = self.replay.take(self.version, self.scheduler.open_harnesses)
-        self._drop_stale(taken)
-        if not taken.groups:
-            return NotYet()
-        self._leases += 1
-        self._building = taken.groups
-        return Order(f"b-{self._process}-{self._leases:06d}", self.version, taken.groups)
+        return self.leases.lease(version)
 
     def leased(self, batch: Built) -> BatchReady:
         """The ordered batch is built and goes out."""
-        self._building = ()
-        self.batches.start(batch)
-        row = BatchRow(batch_id=batch.batch_id, version=batch.version, rollouts=batch.rollout_ids)
-        self.ledger.leased(row, batch.unused, batch.masked)
-        return batch.ready
+        return self.leases.leased(batch)
 
     def stepped(self, message: Stepped, now_s: float) -> None:
         """The learner is done with its batch. Hearing so twice is once. `now_s` is the time of day."""
-        batch = self.batches.end(message.batch_id)
-        if batch is None:
-            return
-        if message.refused or message.updates == self.updates:
-            self._refuse(batch, message)
-            return
-        self._refused_in_row = 0
-        self.updates, self.version = message.updates, message.version
-        self.batches.trained(batch, message.updates)
-        update = update_row(batch, message, now_s)
-        self.ledger.stepped(batch.batch_id, update)
-        for group in batch.groups:
-            self.spans.set_over(group.group_id, True)
-            self.admission.release_all(group.group_id)
-        self._log.info(
-            "update",
-            update=update.updates,
-            version=message.version,
-            reward=round(update.reward_mean, 4),
-            entries=update.num_entries,
-            staleness=round(update.staleness_mean, 3),
-            groups_without_spread=update.groups_without_spread,
-        )
+        self.leases.stepped(message, now_s)
 
     def cursor(self) -> StreamCursor:
         """The cursor of a checkpoint taken now."""
-        return self.spans.cursor()
+        return self.holdings.cursor()
 
     def committed(self, message: Committed) -> int:
         """A checkpoint is on disk. Gives the sequence below which the record stream may be purged."""
-        finished = self.batches.commit(message.updates)
-        self.ledger.committed(batch.batch_id for batch in finished)
-        for rollout_id in self.ledger.finish(message.updates):
-            self.assembler.forget_calls(rollout_id)
-        self.spans.forget_below(message.cursor.sequence)
-        self.committed_updates = message.updates
-        self.ledger.stands(Standing(cursor=message.cursor, updates=message.updates, written=True))
-        return message.cursor.sequence
+        return self.leases.committed(message)
 
-    def _drop_stale(self, taken: Taken) -> None:
-        for key, rollout in taken.stale:
-            self.ledger.dropped(rollout.rollout_id, DropReason.STALE)
-            self.admission.release(key, 1)
-        left = {group.group_id for group in (*taken.groups, *self.replay.groups)}
-        for key in dict.fromkeys(key for key, _ in taken.stale if key not in left):
-            self._end(key)
+    # Taking a run up --------------------------------------------------------------------------------------
 
-    def _refuse(self, batch: Built, message: Stepped) -> None:
-        reason = DropReason.REFUSED if message.refused else DropReason.NO_STEP
-        self.ledger.refused(batch.batch_id, reason)
-        for group in batch.groups:
-            self._end(group.group_id)
-        self._log.warning("batch without a step", batch=batch.batch_id, reason=message.refused or reason.value)
-        self._refused_in_row = self._refused_in_row + 1 if message.refused else 0
-        if self._refused_in_row >= MAX_REFUSED_IN_ROW:
-            raise ClawpipeError(
-                f"the learner refused {MAX_REFUSED_IN_ROW} batches in a row, the last one because: {message.refused}"
-            )
+    def take_up(
+        self, cursor: StreamCursor, earlier: Earlier, *, updates: int, version: int, committed_updates: int | None
+    ) -> None:
+        """Records from `cursor` on are about to be read again; the learner has made `updates` and holds `version`."""
+        self.holdings.catching_up = True
+        self.holdings.updates, self.holdings.version = updates, version
+        self.leases.committed_updates = committed_updates
+        self.spans.start_at(cursor.sequence)
+        self.intake.take_up(earlier)
 
-    def _held(self) -> Iterable[tuple[str, tuple[RolloutState, int]]]:
-        """Every settled rollout that somebody here holds, with its state and trainable tokens."""
-        groups = (*self.replay.groups, *self._building)
-        waiting = (*self.scheduler.waiting, *(rollout for group in groups for rollout in group.rollouts))
-        for rollout in waiting:
-            yield rollout.rollout_id, (RolloutState.QUEUED, rollout.num_kept)
-        for group in self.batches.lease.groups if self.batches.lease else ():
-            for rollout in group.rollouts:
-                yield rollout.rollout_id, (RolloutState.LEASED, rollout.num_kept)
-
-
-def update_row(batch: Built, message: Stepped, now_s: float) -> UpdateRow:
-    """What the history keeps of an update."""
-    rewards: dict[str, tuple[float, ...]] = {}
-    for group in batch.groups:
-        rewards[group.harness] = rewards.get(group.harness, ()) + tuple(rollout.reward for rollout in group.rollouts)
-    without = {group.group_id for group in batch.groups if group.rollouts[0].rollout_id in batch.unused}
-    return UpdateRow(
-        updates=message.updates,
-        version=batch.version,
-        stepped_s=now_s,
-        reward_mean=batch.reward_mean,
-        num_rollouts=len(batch.rollout_ids),
-        num_groups=len(batch.groups),
-        num_entries=batch.num_entries,
-        staleness_mean=batch.staleness_mean,
-        staleness_max=batch.staleness_max,
-        groups_without_spread=len(without),
-        masked=message.masked_tokens,
-        metrics=message.metrics,
-        rewards=rewards,
-    )
-
-
-def _group_of(rollout_id: str) -> str:
-    name = parse(rollout_id)
-    assert name is not None, f"{rollout_id} is not an id of ours"
-    return name.group_id
+    def taken_up(self) -> None:
+        """All that there was is read, and what earlier processes trained of it is known. Proves the books."""
+        self.holdings.catching_up = False
+        self.assembler.caught_up()
+        self.check()

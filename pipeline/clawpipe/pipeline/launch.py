@@ -32,6 +32,7 @@ from clawpipe.pipeline.checks import run_checks
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import BrokerError, ClawpipeError, ConfigError
 from clawpipe.pipeline.models import model_folders
+from clawpipe.pipeline.nats_disk import NatsDisk
 from clawpipe.pipeline.processes import free_port, start, sweep
 from clawpipe.pipeline.runtime import Runtime
 
@@ -228,7 +229,9 @@ async def _start_nats(run: _Run, services: anyio.abc.TaskGroup) -> Runtime:
     runtime = msgspec.structs.replace(run.runtime, nats_url=server.url, nats_token=server.token)
     runtimes.save(runtime)
     run.runtime = runtime
-    _keep(run, services, "nats", argv=list(server.argv))
+    disk = NatsDisk(Path(run.runtime.run_dir, "nats"), run.log("nats"), run.screen.say)
+    run.ended["nats"] = anyio.Event()
+    services.start_soon(_keep_running, run, "nats", list(server.argv), disk)
     if not await nats_server.answers(server.url, NATS_START_TIMEOUT_S):
         raise BrokerError(f"nats-server did not start: {_last_error(run.log('nats'))}")
     return runtime
@@ -251,19 +254,30 @@ async def _run_once(run: _Run, role: str) -> None:
         raise ClawpipeError(f"{role} failed: {_last_error(run.log(role))}")
 
 
-def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str, argv: list[str] | None = None) -> None:
+def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str) -> None:
     run.ended[role] = anyio.Event()
-    services.start_soon(_keep_running, run, role, argv or _argv(run, role))
+    services.start_soon(_keep_running, run, role, _argv(run, role))
 
 
-async def _keep_running(run: _Run, role: str, argv: list[str]) -> None:
-    """Starts the role again whenever it dies; some end by themselves when the run is finished or drained."""
+async def _keep_running(run: _Run, role: str, argv: list[str], disk: NatsDisk | None = None) -> None:
+    """Starts the role again whenever it dies; some end by themselves when the run is finished or drained.
+
+    With a `disk`: not before there is room on it, and anew when it was full.
+    """
     most = run.config.learner.max_restarts if role == "learner" else MAX_RESTARTS
     restarts = 0
     while True:
+        if disk is not None:
+            await disk.await_room()
         began_s = time.monotonic()
-        async with start(argv, log=run.log(role), owner=run.owner(role), name=role) as child:
+        async with (
+            start(argv, log=run.log(role), owner=run.owner(role), name=role) as child,
+            anyio.create_task_group() as beside,
+        ):
+            if disk is not None:
+                beside.start_soon(disk.watch, child)
             code = await child.wait()
+            beside.cancel_scope.cancel()
         if code == 0 and role in ROLES_THAT_END:
             run.ended[role].set()
             return

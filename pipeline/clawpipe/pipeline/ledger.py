@@ -8,7 +8,7 @@ rows of rollouts that are not done are made anew from it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 
 import msgspec
@@ -24,6 +24,8 @@ from clawpipe.pipeline.books import (
     Totals,
     UpdateRow,
     added,
+    copy_id,
+    most_of,
 )
 from clawpipe.pipeline.records import AgentFailed, CallRecord, RolloutManifest, RolloutRequest
 from clawpipe.pipeline.segments import CallFate, DropReason
@@ -38,6 +40,7 @@ class Ledger:
         self.updates: dict[int, UpdateRow] = {}
         self._finished: dict[str, Totals] = {}  # by harness
         self._leaving: list[Row] = []  # finished, and not handed over yet
+        self._leaving_batches: dict[str, BatchRow] = {}  # committed, and not handed over yet
         self._dirty: set[str] = set()
         self._unchecked: set[str] = set()
         self._removed_rows: set[str] = set()
@@ -52,6 +55,8 @@ class Ledger:
     def requested(self, request: RolloutRequest) -> None:
         """A rollout is on the work queue."""
         row = self._row(request.rollout_id, request.group_id)
+        if row.state is RolloutState.WITHDRAWN:
+            row.state = RolloutState.IN_FLIGHT
         row.task_id, row.harness = request.task_id, request.harness
         row.version, row.admitted_s = request.version, request.admitted_s
 
@@ -63,24 +68,26 @@ class Ledger:
         row.sampled += num_sampled(record)
         row.open += num_sampled(record)
 
-    def stray(self, record: CallRecord, group_id: str, reason: DropReason) -> None:
-        """A call that belongs to no rollout that is open: counted and dropped."""
+    def stray(self, record: CallRecord, group_id: str, reason: DropReason, sequence: int) -> None:
+        """A call that is not used, whatever becomes of its rollout: late, of nobody's rollout, or set aside."""
         tokens = num_sampled(record)
-        dropped = {reason.value: tokens} if tokens else {}
-        self._calls.append(
-            _call_row(record.rollout_id, CallFate(record.call_id, record.role, tokens, 0, {reason: tokens}))
-        )
         row = self.rows.get(record.rollout_id)
+        name = record.call_id if row and reason is DropReason.LATE else copy_id(record.call_id, sequence)
         if row is None:
-            row = Row(rollout_id=record.rollout_id, group_id=group_id, harness=record.harness)
-            _count_call(row, record)
-            row.sampled, row.dropped = tokens, dropped
-            self._finished.setdefault(record.harness, Totals()).add(row)
-            return
-        self._touch(row)
-        _count_call(row, record)
+            row = Row(rollout_id=name, group_id=record.rollout_id, harness=record.harness, last_sequence=sequence)
+            row.state, row.reason = RolloutState.DROPPED, reason.value
+            self._leaving.append(row)
+        else:
+            self._touch(row)
+            row.harness = row.harness or record.harness
+        # What a record that contradicts itself says of its prompt would spoil the sums.
+        _count_call(row, record, sound=reason is not DropReason.QUARANTINED)
         row.sampled += tokens
-        row.dropped = added(row.dropped, dropped)
+        row.dropped = added(row.dropped, {reason.value: tokens} if tokens else {})
+        fate = CallFate(name, record.role, tokens, 0, {reason: tokens} if tokens else {})
+        self._calls.append(_call_row(row.rollout_id, fate))
+        if row.is_stray:
+            self._finished.setdefault(row.harness, Totals()).add(row)
 
     def settled(self, rollout: Rollout, group_id: str, reason: DropReason | None, last_sequence: int) -> None:
         """The rollout is closed; `reason`: why it is not used, also if it could be trained."""
@@ -88,15 +95,19 @@ class Ledger:
         row = self._row(manifest.rollout_id, group_id)
         _describe(row, manifest)
         row.last_sequence = last_sequence
-        row.detail = rollout.detail
+        row.detail = rollout.detail or row.detail
+        row.num_leaves, row.leaf_cap, row.tree = rollout.num_leaves, rollout.leaf_cap, rollout.tree_digest
         self._take_fates(row, rollout.fates)
         row.state = RolloutState.QUEUED
         if reason is not None:
             self._drop(row, reason)
 
-    def abandoned(self, rollout_id: str, group_id: str, fates: Iterable[CallFate], reason: DropReason) -> None:
+    def abandoned(
+        self, rollout_id: str, group_id: str, fates: Iterable[CallFate], reason: DropReason, last_sequence: int
+    ) -> None:
         """No manifest will come: what was sampled is dropped."""
         row = self._row(rollout_id, group_id)
+        row.last_sequence = last_sequence
         self._take_fates(row, fates)
         self._drop(row, reason)
 
@@ -105,23 +116,24 @@ class Ledger:
         self._row(rollout_id, group_id).state = RolloutState.WITHDRAWN
 
     def dropped(self, rollout_id: str, reason: DropReason) -> None:
-        """A queued or leased rollout leaves for good."""
-        self._drop(self.rows[rollout_id], reason)
+        """A queued rollout leaves for good: dropped, or trained if it waited to be trained again."""
+        self._leave(self.rows[rollout_id], reason)
 
-    def leased(self, batch: BatchRow, unused: Mapping[str, DropReason], masked: Mapping[str, int]) -> None:
-        """A batch went to the learner. `unused`: its rollouts without loss entries; `masked`: tokens that the
-        learner leaves out for their staleness."""
+    def leased(self, batch: BatchRow, set_aside: Mapping[str, Mapping[DropReason, int]]) -> None:
+        """A batch went to the learner. `set_aside`: rollout id -> reason -> kept tokens without a loss entry or with
+        one that the learner leaves out."""
         self.batches[batch.batch_id] = batch
         self._dirty_batches.add(batch.batch_id)
         for rollout_id in batch.rollouts:
             row = self._touch(self.rows[rollout_id])
             assert row.state is RolloutState.QUEUED, f"{rollout_id} is {row.state}, and leased"
             row.state = RolloutState.LEASED
-            row.unused = row.reason = unused[rollout_id].value if rollout_id in unused else ""
-            row.masked = masked.get(rollout_id, 0)
+            if not row.updates:  # else the first training stands: what it left out can only become more
+                row.set_aside = {reason.value: n for reason, n in set_aside.get(rollout_id, {}).items()}
+                row.reason = most_of(row.set_aside) if sum(row.set_aside.values()) == row.kept else ""
 
-    def stepped(self, batch_id: str, update: UpdateRow) -> None:
-        """The learner trained on a leased batch."""
+    def stepped(self, batch_id: str, update: UpdateRow, waiting: Collection[str] = ()) -> None:
+        """The learner trained on a leased batch. `waiting`: its rollouts that wait to be trained again."""
         self.batches[batch_id] = msgspec.structs.replace(self.batches[batch_id], updates=update.updates)
         self._dirty_batches.add(batch_id)
         self.updates[update.updates] = update
@@ -129,19 +141,23 @@ class Ledger:
         for rollout_id in self.batches[batch_id].rollouts:
             row = self._touch(self.rows[rollout_id])
             assert row.state is RolloutState.LEASED, f"{rollout_id} is {row.state}, and trained"
-            row.state, row.update = RolloutState.TRAINED, update.updates
+            row.state = RolloutState.QUEUED if rollout_id in waiting else RolloutState.TRAINED
+            row.updates = [*row.updates, update.updates]
 
     def requeued(self, batch_id: str) -> None:
         """What the learner did with the batch is lost: its rollouts wait again."""
-        for rollout_id in self._remove_batch(batch_id).rollouts:
+        batch = self._remove_batch(batch_id)
+        for rollout_id in batch.rollouts:
             row = self._touch(self.rows[rollout_id])
-            row.state, row.update, row.unused, row.reason, row.masked = RolloutState.QUEUED, None, "", "", 0
+            row.state = RolloutState.QUEUED
+            row.updates = [number for number in row.updates if number != batch.updates]
+            if not row.updates:
+                row.set_aside, row.reason = {}, ""
 
     def refused(self, batch_id: str, reason: DropReason) -> None:
         """Nothing was trained of the batch and nothing will be."""
         for rollout_id in self._remove_batch(batch_id).rollouts:
-            row = self.rows[rollout_id]
-            self._drop(row, DropReason(row.unused) if row.unused else reason)
+            self._leave(self.rows[rollout_id], reason)
 
     def rewound(self, updates: int) -> None:
         """The learner is back at `updates`: later updates never happened."""
@@ -150,9 +166,12 @@ class Ledger:
         self._cut_updates = updates if self._cut_updates is None else min(updates, self._cut_updates)
 
     def committed(self, batch_ids: Iterable[str]) -> None:
-        """These batches are in a checkpoint for good."""
+        """These batches are in a checkpoint for good: the file keeps them, the memory does not."""
         for batch_id in batch_ids:
-            self._remove_batch(batch_id)
+            batch = self.batches.pop(batch_id)
+            if batch_id in self._dirty_batches:
+                self._dirty_batches.discard(batch_id)
+                self._leaving_batches[batch_id] = batch
 
     def finish(self, updates: int) -> list[str]:
         """Rollouts that are dropped or in a checkpoint of `updates` will not change any more: from memory into
@@ -160,8 +179,7 @@ class Ledger:
         found = [
             row
             for row in self.rows.values()
-            if row.state is RolloutState.DROPPED
-            or (row.state is RolloutState.TRAINED and row.update is not None and row.update <= updates)
+            if row.state is RolloutState.DROPPED or (row.state is RolloutState.TRAINED and max(row.updates) <= updates)
         ]
         for row in found:
             _check(row)
@@ -185,6 +203,12 @@ class Ledger:
         self.rows.update({row.rollout_id: row for row in others})
         self.updates = {row.updates: row for row in updates}
 
+    def trained_before(self, rollout_id: str, updates: Sequence[int], set_aside: Mapping[str, int]) -> None:
+        """A queued rollout that was made anew from the stream waits to be trained again: these updates stand."""
+        row = self._touch(self.rows[rollout_id])
+        assert row.state is RolloutState.QUEUED, f"{rollout_id} is {row.state}, and was trained before"
+        row.updates, row.set_aside = list(updates), dict(set_aside)
+
     def discard(self, rollout_ids: Iterable[str], batch_ids: Iterable[str]) -> None:
         """Rows of an earlier process that are made anew from the stream."""
         self._removed_rows.update(rollout_ids)
@@ -196,16 +220,20 @@ class Ledger:
         """What the file does not have yet. The caller must write it."""
         found = Changes(
             rows=(*self._leaving, *(msgspec.structs.replace(self.rows[key]) for key in sorted(self._dirty))),
-            removed_rows=tuple(sorted(self._removed_rows - self._dirty)),
+            removed_rows=tuple(sorted(self._removed_rows)),
             calls=tuple(self._calls),
-            batches=tuple(self.batches[key] for key in sorted(self._dirty_batches) if key in self.batches),
+            batches=(
+                *self._leaving_batches.values(),
+                *(self.batches[key] for key in sorted(self._dirty_batches) if key in self.batches),
+            ),
             removed_batches=tuple(key for key in sorted(self._dirty_batches) if key not in self.batches),
             updates=tuple(self.updates[number] for number in sorted(self._dirty_updates)),
             removed_updates_above=self._cut_updates,
             standing=self._standing,
         )
         self._leaving, self._dirty, self._removed_rows, self._calls = [], set(), set(), []
-        self._dirty_batches, self._dirty_updates, self._cut_updates = set(), set(), None
+        self._leaving_batches, self._dirty_batches = {}, set()
+        self._dirty_updates, self._cut_updates = set(), None
         self._standing = None
         return found
 
@@ -252,9 +280,20 @@ class Ledger:
             row.kept += fate.kept
             row.dropped = added(row.dropped, {reason.value: n for reason, n in fate.dropped.items()})
 
+    def _leave(self, row: Row, reason: DropReason) -> None:
+        if row.updates:
+            self._touch(row).state = RolloutState.TRAINED
+        else:
+            self._drop(row, reason)
+
     def _drop(self, row: Row, reason: DropReason) -> None:
+        """Tokens that were set aside for a reason keep it; the others get this one."""
         self._touch(row)
-        row.state, row.reason, row.unused = RolloutState.DROPPED, reason.value, reason.value
+        left = row.kept - sum(row.set_aside.values())
+        if left:
+            row.set_aside = added(row.set_aside, {reason.value: left})
+        row.state = RolloutState.DROPPED
+        row.reason = reason.value if left or not row.kept else most_of(row.set_aside)
 
     def _remove_batch(self, batch_id: str) -> BatchRow:
         self._dirty_batches.add(batch_id)
@@ -266,12 +305,15 @@ def _check(row: Row) -> None:
     assert row.sampled == accounted, (
         f"rollout {row.rollout_id}: {row.sampled} tokens sampled, {accounted} accounted for"
     )
+    assert sum(row.set_aside.values()) <= row.kept, f"{row.rollout_id}: more set aside than the {row.kept} tokens kept"
     assert not row.open or row.state is RolloutState.IN_FLIGHT, f"{row.rollout_id}: {row.state} with open calls"
 
 
-def _count_call(row: Row, record: CallRecord) -> None:
+def _count_call(row: Row, record: CallRecord, *, sound: bool = True) -> None:
     row.calls += 1
     row.roles = added(row.roles, {record.role.value: 1})
+    if not sound:
+        return
     row.prompt_tokens += record.prompt_tokens
     row.reused_tokens += record.parent_tokens
     row.malformed += record.malformed_tool_call

@@ -1,23 +1,26 @@
 """The ledger on disk: <run_dir>/ledger.sqlite. Written in batches by a worker thread, read at a restart.
 
-Every write is one transaction, so the file is always the books as of some moment. Blocking; one thread at a
-time.
+Every write is one transaction, so the file is always the books as of some moment; `LedgerReader` sees one such
+moment while the run writes on. Blocking; one thread at a time.
 """
 
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from clawpipe.pipeline.books import BatchRow, Changes, Row, Standing, UpdateRow
+from clawpipe.pipeline.books import BatchRow, CallRow, Changes, Row, Standing, UpdateRow
 from clawpipe.pipeline.errors import ClawpipeError
 
 T = TypeVar("T")
+
+FORM = 2  # of the tables and rows; a file of another form is refused, since its numbers would be read wrongly
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS rollouts (
@@ -60,21 +63,17 @@ class LedgerFile:
             self._db = sqlite3.connect(path, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
-            self._db.executescript(_TABLES)
+            _check_form(self._db, path)
+            self._db.executescript(f"{_TABLES}PRAGMA user_version={FORM};")
         except sqlite3.Error as err:
-            raise self._error(err) from err
+            raise _unusable(path, err) from err
 
     def read(self) -> Stored:
         """Everything but the calls."""
         try:
-            return Stored(
-                rows=self._rows("SELECT row FROM rollouts ORDER BY rowid", Row),
-                batches=self._rows("SELECT row FROM batches ORDER BY rowid", BatchRow),
-                updates=self._rows("SELECT row FROM updates ORDER BY updates", UpdateRow),
-                standing=next(iter(self._rows("SELECT row FROM standing", Standing)), None),
-            )
+            return _stored(self._db)
         except (sqlite3.Error, msgspec.MsgspecError) as err:
-            raise self._error(err) from err
+            raise _unusable(self._path, err) from err
 
     def write(self, changes: Changes) -> None:
         """Stores the changes, all or none."""
@@ -82,7 +81,7 @@ class LedgerFile:
             with self._db:
                 self._write(changes)
         except sqlite3.Error as err:
-            raise self._error(err) from err
+            raise _unusable(self._path, err) from err
 
     def close(self) -> None:
         """Closes the file."""
@@ -114,15 +113,89 @@ class LedgerFile:
         if changes.standing is not None:
             self._db.execute("INSERT OR REPLACE INTO standing VALUES (1, ?)", (_json.encode(changes.standing),))
 
-    def _rows(self, query: str, kind: type[T]) -> tuple[T, ...]:
-        decode = msgspec.json.Decoder(kind).decode
-        return tuple(decode(row) for (row,) in self._db.execute(query))
 
-    def _error(self, err: Exception) -> ClawpipeError:
-        return ClawpipeError(
-            f"{self._path}: the ledger cannot be read or written ({err}); check the disk, or move the file away: "
-            "the run goes on from the record stream without its history"
+class LedgerReader:
+    """The books as of the moment at which they were opened, for those who only read. Made by `reading`."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def read(self) -> Stored:
+        """Everything but the calls."""
+        return _stored(self._db)
+
+    def calls(self, rollout_id: str | None = None) -> Iterator[CallRow]:
+        """All calls, or those of one rollout, in the order of their ids."""
+        columns = "SELECT call_id, rollout_id, role, sampled, kept, dropped FROM calls"
+        if rollout_id is None:
+            found = self._db.execute(f"{columns} ORDER BY call_id")
+        else:
+            found = self._db.execute(f"{columns} WHERE rollout_id = ? ORDER BY call_id", (rollout_id,))
+        return map(_call, found)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[LedgerReader]:
+    """Opens a ledger that may still be written to; changes nothing in it.
+
+    ClawpipeError when there is none, when it is no ledger, or one of another clawpipe.
+    """
+    if not path.is_file():
+        raise ClawpipeError(f"{path}: there is no ledger; give the folder of a run that has begun")
+    try:
+        db = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None)
+        try:
+            db.execute("BEGIN")
+            _check_form(db, path)
+            yield LedgerReader(db)
+        finally:
+            db.close()
+    except (sqlite3.Error, msgspec.MsgspecError) as err:
+        raise ClawpipeError(f"{path}: not a ledger that can be read ({err}); is it the file of a run?") from err
+
+
+def _check_form(db: sqlite3.Connection, path: Path) -> None:
+    """ClawpipeError for a file with tables of another form. A file without tables is new."""
+    num_tables = db.execute("SELECT count(*) FROM sqlite_master WHERE type = 'table'").fetchone()[0]
+    form = db.execute("PRAGMA user_version").fetchone()[0]
+    if num_tables and form != FORM:
+        raise ClawpipeError(
+            f"{path}: was written by another version of clawpipe (form {form}, this one reads form {FORM}); "
+            "use the version that wrote it"
         )
+
+
+def _stored(db: sqlite3.Connection) -> Stored:
+    return Stored(
+        rows=_rows(db, "SELECT row FROM rollouts ORDER BY rowid", Row),
+        batches=_rows(db, "SELECT row FROM batches ORDER BY rowid", BatchRow),
+        updates=_rows(db, "SELECT row FROM updates ORDER BY updates", UpdateRow),
+        standing=next(iter(_rows(db, "SELECT row FROM standing", Standing)), None),
+    )
+
+
+def _rows(db: sqlite3.Connection, query: str, kind: type[T]) -> tuple[T, ...]:
+    decode = msgspec.json.Decoder(kind).decode
+    return tuple(decode(row) for (row,) in db.execute(query))
+
+
+def _call(columns: tuple[str, str, str, int, int, str]) -> CallRow:
+    call_id, rollout_id, role, sampled, kept, dropped = columns
+    return CallRow(
+        call_id=call_id,
+        rollout_id=rollout_id,
+        role=role,
+        sampled=sampled,
+        kept=kept,
+        dropped=msgspec.json.decode(dropped, type=dict[str, int]),
+    )
+
+
+def _unusable(path: Path, err: Exception) -> ClawpipeError:
+    return ClawpipeError(
+        f"{path}: the ledger cannot be read or written ({err}); check the disk, or move the file away: "
+        "the run goes on from the record stream without its history"
+    )
 
 
 def _keys(keys: Iterable[str]) -> list[tuple[str]]:

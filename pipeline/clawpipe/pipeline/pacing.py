@@ -1,4 +1,4 @@
-"""The service's clock and its wake-up call."""
+"""The service's clock, its wake-up call, and its watch over how promptly it runs."""
 
 from __future__ import annotations
 
@@ -47,3 +47,23 @@ class Signal:
         """Until the next change, or the timeout."""
         with anyio.move_on_after(timeout_s):
             await self._event.wait()
+
+
+class LoopLag:
+    """How long the event loop was kept from running its tasks: by a blocking call, or for want of a processor."""
+
+    def __init__(self, interval_s: float = 0.05) -> None:
+        self._interval_s = interval_s
+        self._longest_s = 0.0
+
+    async def watch(self) -> None:
+        """Measures until cancelled: what a short sleep takes longer than it should."""
+        while True:
+            before = time.monotonic()
+            await anyio.sleep(self._interval_s)
+            self._longest_s = max(self._longest_s, time.monotonic() - before - self._interval_s)
+
+    def take(self) -> float:
+        """The longest time since the last take, seconds."""
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s

@@ -7,9 +7,10 @@ so rollouts of one group should be given next to each other. Compute is shared, 
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -50,41 +51,81 @@ def pack(rollouts: Iterable[Trainable], budget_tokens: int, align: int = 1) -> t
     limit = budget_tokens // align * align
     if limit < 1:
         raise ValueError(f"budget_tokens = {budget_tokens} is below align = {align}; raise the budget")
+    given = [rollout for rollout in rollouts if rollout.branches]
+    keys = [[_checked_key(branch, rollout.rollout_index) for branch in rollout.branches] for rollout in given]
+    order = _Order([key for each in keys for key in each])
     bins: list[_Bin] = []
-    for rollout in rollouts:
-        keys = [_checked_key(branch, rollout.rollout_index) for branch in rollout.branches]
-        if keys:
-            _choose(bins, keys, limit).add(rollout, keys)
+    start = 0
+    for rollout in given:
+        ranked = order.ranked(range(start, start + len(rollout.branches)))
+        _choose(bins, ranked, limit).add(rollout, ranked)
+        start += len(rollout.branches)
     return tuple(_forest(each.rollouts, align) for each in bins)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ranked:
+    """A branch by its rank among all branches."""
+
+    rank: int
+    num_tokens: int
+    shared: list[int]  # by rank, tokens that it shares with that branch; at -1, with none: 0
+
+
+class _Order:
+    """All branches in the order of their token sequences: what two share is the least that neighbours between
+    them do, so sequences are compared once, however many forests they are tried in."""
+
+    def __init__(self, keys: Sequence[bytes]) -> None:
+        """`keys` are branches as big-endian bytes, which sort as token sequences do."""
+        by_rank = sorted(range(len(keys)), key=keys.__getitem__)
+        neighbours = pairwise(by_rank)
+        self._shared = np.array([shared_prefix(keys[a], keys[b]) for a, b in neighbours], np.int64)
+        self._rank = {index: rank for rank, index in enumerate(by_rank)}
+        self._num_tokens = [len(key) // 4 for key in keys]
+
+    def ranked(self, indices: Iterable[int]) -> list[_Ranked]:
+        """These branches, in ascending order."""
+        return sorted(map(self._ranked, indices), key=lambda each: each.rank)
+
+    def _ranked(self, index: int) -> _Ranked:
+        rank, num_tokens = self._rank[index], self._num_tokens[index]
+        below = np.minimum.accumulate(self._shared[:rank][::-1])[::-1].tolist()
+        above = np.minimum.accumulate(self._shared[rank:]).tolist()
+        return _Ranked(rank, num_tokens, [*below, num_tokens, *above, 0])
 
 
 @dataclass(slots=True, eq=False)
 class _Bin:
-    """A forest that is being filled. Keys are branches as big-endian bytes, which sort as token sequences do."""
+    """A forest that is being filled."""
 
-    keys: list[bytes] = field(default_factory=list)  # ascending
+    ranks: list[int] = field(default_factory=list)  # of its branches, ascending
     rollouts: list[Trainable] = field(default_factory=list)
     num_tokens: int = 0
 
-    def cost(self, keys: Sequence[bytes]) -> int:
-        """How many unique tokens these branches would add."""
-        added: list[bytes] = []
-        return sum(self._insert(added, key) for key in keys)
+    def cost(self, branches: Sequence[_Ranked]) -> int:
+        """How many unique tokens these branches, in ascending order, would add.
 
-    def add(self, rollout: Trainable, keys: Sequence[bytes]) -> None:
-        self.num_tokens += self.cost(keys)
-        for key in keys:
-            self.keys.insert(bisect_left(self.keys, key), key)
+        What a branch shares with any other it shares with the next below or above it.
+        """
+        added, before = 0, -1
+        for each in branches:
+            at = bisect_left(self.ranks, each.rank)
+            below = max(before, self.ranks[at - 1] if at else -1)
+            above = self.ranks[at] if at < len(self.ranks) else -1
+            added += each.num_tokens - max(each.shared[below], each.shared[above])
+            before = each.rank
+        return added
+
+    def add(self, rollout: Trainable, branches: Sequence[_Ranked]) -> None:
+        self.num_tokens += self.cost(branches)
+        for each in branches:
+            insort(self.ranks, each.rank)
         self.rollouts.append(rollout)
 
-    def _insert(self, added: list[bytes], key: bytes) -> int:
-        shared = max(_longest_prefix(self.keys, key), _longest_prefix(added, key))
-        added.insert(bisect_left(added, key), key)
-        return len(key) // 4 - shared
 
-
-def _choose(bins: list[_Bin], keys: Sequence[bytes], limit: int) -> _Bin:
-    costs = ((each.cost(keys), each) for each in bins)
+def _choose(bins: list[_Bin], branches: Sequence[_Ranked], limit: int) -> _Bin:
+    costs = ((each.cost(branches), each) for each in bins if each.num_tokens <= limit)
     fitting = [(cost, each) for cost, each in costs if each.num_tokens + cost <= limit]
     if fitting:
         return min(fitting, key=lambda pair: pair[0])[1]
@@ -101,12 +142,6 @@ def _checked_key(branch: Branch, rollout_index: int) -> bytes:
     if np.any(np.diff(branch.entries) < 1):
         raise ValueError(f"rollout {rollout_index}: the entries of a branch do not ascend")
     return branch.tokens.astype(">i4").tobytes()
-
-
-def _longest_prefix(keys: Sequence[bytes], key: bytes) -> int:
-    """Tokens that `key` shares with the nearest of the sorted `keys`: one of its two neighbours."""
-    at = bisect_left(keys, key)
-    return max((shared_prefix(other, key) for other in keys[max(at - 1, 0) : at + 1]), default=0)
 
 
 def shared_prefix(a: bytes, b: bytes) -> int:

@@ -1,20 +1,25 @@
 """The bounded queue of complete groups between the assembler and the learner.
 
-What waits: groups whose rollouts are all closed. What wakes it: a lease, which takes the oldest groups, of each
-harness as many as every step must have. When full, the assembler stops pulling from the stream (`full`), which
-holds everything back as far as the scheduler; nothing is ever thrown out to make room. A queue that has not the
-groups for one batch is never full, else nothing would move again. Staleness is checked at the take, so the time
-in the queue counts.
+What waits: groups whose rollouts are all closed. What wakes it: a lease, which takes the groups that were trained
+the fewest times, the oldest of these first, of each harness as many as every step must have. When full, the
+assembler stops pulling from the stream (`full`), which holds everything back as far as the scheduler; nothing is
+ever thrown out to make room. A queue that has not the groups for one batch is never full, else nothing would
+move again. Staleness is checked at the take, so the time in the queue counts.
+
+With a window, what is taken is less than `window_groups` ahead of the oldest group that still runs (the head), so
+that short rollouts cannot run ahead of long ones without bound. The head is no part of the queue, so a batch
+that waits for it holds nothing back that the head needs.
 """
 
 from __future__ import annotations
 
-from bisect import insort
+import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from clawpipe.pipeline.assembler import Rollout
+from clawpipe.pipeline.segments import DropReason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,6 +30,7 @@ class ReadyGroup:
     number: int  # order of admission
     version: int  # learner version at admission
     rollouts: tuple[Rollout, ...]
+    uses: int = 0  # how often it was trained
 
     @property
     def harness(self) -> str:
@@ -42,7 +48,20 @@ class Taken:
     """What a take gave. `groups` is empty when there are not enough of them."""
 
     groups: tuple[ReadyGroup, ...]
-    stale: tuple[tuple[str, Rollout], ...]  # (group id, rollout) that left the queue for good
+    dropped: tuple[tuple[str, Rollout, DropReason], ...]  # (group id, rollout, why) that left the queue for good
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Queued:
+    """A group, and what every take asks of it."""
+
+    group: ReadyGroup
+    newest: tuple[int, ...]  # version of the newest trainable token of each rollout
+    num_tokens: int
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.group.uses, self.group.number
 
 
 class Replay:
@@ -55,42 +74,114 @@ class Replay:
         capacity_rollouts: int,
         max_staleness: int,
         groups_per_step: int,
+        min_group: int = 1,
+        window_groups: int | None = None,
         shares: Mapping[str, int] | None = None,
     ) -> None:
-        """`shares`: by harness, how many groups a batch must have of it, as long as there are any to come."""
+        """`window_groups`: None takes the oldest, however long an older group runs. `shares`: by harness, how many
+        groups a batch must have of it, as long as there are any to come."""
         self._capacity_tokens = capacity_tokens
         self._capacity_rollouts = capacity_rollouts
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
+        self._min_group = min_group
+        self._window_groups = window_groups
         self._shares = dict(shares or {})
-        self._groups: list[ReadyGroup] = []  # oldest first
+        self._queued: dict[str, _Queued] = {}
+        self._num_rollouts = 0
+        self._num_tokens = 0
 
     def put(self, group: ReadyGroup) -> None:
-        """Queues a group by its age: the order of admission, not that of completion."""
+        """Queues a group, whenever it was completed: the take goes by uses and order of admission."""
         assert group.rollouts, f"group {group.group_id} has no rollout to queue"
-        insort(self._groups, group, key=lambda each: each.number)
+        assert group.group_id not in self._queued, f"group {group.group_id} is in the queue already"
+        newest = tuple(rollout.newest_version for rollout in group.rollouts)
+        self._queued[group.group_id] = _Queued(group, newest, group.num_tokens)
+        self._num_rollouts += len(group.rollouts)
+        self._num_tokens += group.num_tokens
 
-    def take(self, learner_version: int, awaited: Collection[str] = ()) -> Taken:
-        """The oldest `groups_per_step` groups with every harness's share among them, or none.
+    def remove(self, group_id: str) -> ReadyGroup | None:
+        """Takes one group out, if it is here."""
+        found = self._queued.pop(group_id, None)
+        if found is None:
+            return None
+        self._num_rollouts -= len(found.group.rollouts)
+        self._num_tokens -= found.num_tokens
+        return found.group
+
+    def take(self, learner_version: int, awaited: Collection[str] = (), head: int | None = None) -> Taken:
+        """The first `groups_per_step` groups with every harness's share among them, or none.
 
         A share that cannot be had is waited for while its harness is `awaited`, which is to say that groups of it
-        are still running; then the oldest others take its place. A rollout is stale when even its newest trainable
-        token is over max_staleness; single tokens over it are left out by the learner. A group goes when its last
-        rollout does.
+        are still running, or its groups are beyond the window; then the first others take its place. `head` is
+        the lowest number of a group that is still running; None: there is none.
+
+        A rollout is stale when even its newest trainable token is over max_staleness; single tokens over it are
+        left out by the learner. A group that is left with fewer than `min_group` rollouts goes whole.
         """
-        stale: list[tuple[str, Rollout]] = []
-        fresh: list[ReadyGroup] = []
-        for group in self._groups:
-            rollouts = tuple(r for r in group.rollouts if not self._is_stale(r, learner_version))
-            stale += [(group.group_id, r) for r in group.rollouts if r not in rollouts]
-            if rollouts:
-                fresh.append(group if len(rollouts) == len(group.rollouts) else replace(group, rollouts=rollouts))
-        taken = self._mixed(fresh, awaited)
-        self._groups = [group for group in fresh if group not in taken]
-        return Taken(groups=tuple(taken), stale=tuple(stale))
+        dropped = tuple(self._evict(learner_version))
+        groups = tuple(self._batch(awaited, head))
+        for group in groups:
+            self.remove(group.group_id)
+        return Taken(groups=groups, dropped=dropped)
+
+    def ready(self, head: int | None = None) -> bool:
+        """Whether a take could give a batch with every share in it, staleness aside."""
+        return bool(self._batch(self._shares, head))
+
+    def full(self, head: int | None = None) -> bool:
+        """Whether the assembler must wait."""
+        over = self._num_tokens >= self._capacity_tokens or self._num_rollouts >= self._capacity_rollouts
+        return over and self.ready(head)
+
+    @property
+    def groups(self) -> tuple[ReadyGroup, ...]:
+        """What waits, in the order of the take."""
+        return tuple(each.group for each in sorted(self._queued.values(), key=lambda each: each.order))
+
+    @property
+    def num_groups(self) -> int:
+        """Groups in the queue."""
+        return len(self._queued)
+
+    @property
+    def num_rollouts(self) -> int:
+        """Rollouts in the queue."""
+        return self._num_rollouts
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the queue."""
+        return self._num_tokens
+
+    def _evict(self, learner_version: int) -> Iterator[tuple[str, Rollout, DropReason]]:
+        oldest = learner_version - self._max_staleness
+        spent = [each for each in self._queued.values() if self._is_spent(each, oldest)]
+        for each in sorted(spent, key=lambda each: each.order):
+            group = each.group
+            self.remove(group.group_id)
+            pairs = list(zip(group.rollouts, each.newest, strict=True))
+            yield from ((group.group_id, rollout, DropReason.STALE) for rollout, newest in pairs if newest < oldest)
+            left = tuple(rollout for rollout, newest in pairs if newest >= oldest)
+            if len(left) >= self._min_group:
+                self.put(replace(group, rollouts=left))
+            else:
+                yield from ((group.group_id, rollout, DropReason.SMALL_GROUP) for rollout in left)
+
+    def _is_spent(self, each: _Queued, oldest: int) -> bool:
+        return min(each.newest) < oldest or len(each.newest) < self._min_group
+
+    def _batch(self, awaited: Collection[str], head: int | None) -> list[ReadyGroup]:
+        """The groups of one batch in the order of the take; none when they must be waited for."""
+        if len(self._queued) < self._groups_per_step:
+            return []
+        groups = self.groups
+        beyond = math.inf if self._window_groups is None or head is None else head + self._window_groups
+        later = {group.harness for group in groups if group.number >= beyond}
+        return self._mixed((group for group in groups if group.number < beyond), later.union(awaited))
 
     def _mixed(self, groups: Iterable[ReadyGroup], awaited: Collection[str]) -> list[ReadyGroup]:
-        """The groups of one batch, oldest first; none when they must be waited for."""
+        """The first groups that make up every share, and the first others; none when some must be waited for."""
         missing = Counter(self._shares)
         due: list[ReadyGroup] = []
         others: list[ReadyGroup] = []
@@ -101,45 +192,4 @@ class Replay:
         waits = any(missing[harness] > 0 for harness in awaited)
         if waits or len(due) + len(others) < self._groups_per_step:
             return []
-        return sorted([*due, *others], key=lambda group: group.number)
-
-    def remove(self, group_id: str) -> ReadyGroup | None:
-        """Takes one group out, if it is here."""
-        for index, group in enumerate(self._groups):
-            if group.group_id == group_id:
-                return self._groups.pop(index)
-        return None
-
-    @property
-    def groups(self) -> tuple[ReadyGroup, ...]:
-        """What waits, oldest first."""
-        return tuple(self._groups)
-
-    @property
-    def ready(self) -> bool:
-        """Whether a take could give a batch with every share in it, staleness aside."""
-        return bool(self._mixed(self._groups, self._shares))
-
-    @property
-    def full(self) -> bool:
-        """Whether the assembler must wait."""
-        over = self.num_tokens >= self._capacity_tokens or self.num_rollouts >= self._capacity_rollouts
-        return over and self.ready
-
-    @property
-    def num_groups(self) -> int:
-        """Groups in the queue."""
-        return len(self._groups)
-
-    @property
-    def num_rollouts(self) -> int:
-        """Rollouts in the queue."""
-        return sum(len(group.rollouts) for group in self._groups)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the queue."""
-        return sum(group.num_tokens for group in self._groups)
-
-    def _is_stale(self, rollout: Rollout, learner_version: int) -> bool:
-        return learner_version - rollout.newest_version > self._max_staleness
+        return sorted([*due, *others], key=lambda group: (group.uses, group.number))

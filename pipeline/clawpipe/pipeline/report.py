@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from clawpipe.pipeline.books import RolloutState, Totals, UpdateRow
+from clawpipe.pipeline import survivors
+from clawpipe.pipeline.books import RolloutState, Sums, Totals, UpdateRow
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.records import LEARNER_SECONDS, PushReport
 from clawpipe.pipeline.segments import DropReason
@@ -33,17 +34,30 @@ def summary(ledger: Ledger, pushes: Sequence[PushReport], wall_s: float) -> dict
     total = summed(harnesses.values())
     updates = [ledger.updates[number] for number in sorted(ledger.updates)]
     return {
-        "updates": updates[-1].updates if updates else 0,
+        **counts(harnesses, updates),
         "reward": _rewards(updates),
+        "versions_pushed": len({report.version for report in pushes}),
+        "push_pause_s": _percentiles([report.pause_s for report in pushes]),
+        "staleness": _staleness(updates),
+        "survivors": survivors.means(total.ends),
+        "harness": {name: _harness(name, totals, updates) for name, totals in sorted(harnesses.items())},
+        "time": _time(total, updates, wall_s),
+    }
+
+
+def counts(harnesses: Mapping[str, Totals], updates: Sequence[UpdateRow]) -> dict[str, Any]:
+    """The counts of the summary that follow from the rows of the books alone.
+
+    Tokens that the learner left out of an update, other than stale ones, are known by update only: with max_reuse
+    over 1 they count as dropped, also if another update trained them.
+    """
+    total = summed(harnesses.values())
+    return {
+        "updates": updates[-1].updates if updates else 0,
         "rollouts": _rollouts(total),
         "calls": total.calls,
         "calls_aborted": total.num_aborted,
         "tokens": _tokens(total, updates),
-        "versions_pushed": len({report.version for report in pushes}),
-        "push_pause_s": _percentiles([report.pause_s for report in pushes]),
-        "staleness": _staleness(updates),
-        "harness": {name: _harness(name, totals, updates) for name, totals in sorted(harnesses.items())},
-        "time": _time(total, updates, wall_s),
     }
 
 
@@ -70,9 +84,15 @@ def summed(parts: Any) -> Totals:
     for part in parts:
         for name in ("outcomes", "reasons", "roles", "broken", "tokens", "dropped"):
             getattr(found, name).update(getattr(part, name))
+        for end, sums in part.ends.items():
+            found.ends[end] = _both(found.ends.get(end, Sums()), sums)
         for name in _SUMMED:
             setattr(found, name, getattr(found, name) + getattr(part, name))
     return found
+
+
+def _both(a: Sums, b: Sums) -> Sums:
+    return Sums(**{name: getattr(a, name) + getattr(b, name) for name in Sums.__struct_fields__})
 
 
 def _rewards(updates: Sequence[UpdateRow]) -> dict[str, Any]:

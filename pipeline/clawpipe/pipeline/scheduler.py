@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import numpy as np
@@ -70,7 +70,7 @@ class _Place:
 
     again: int = -1  # of the newest rollout that was requested for it
     out: bool = False  # that rollout is in flight
-    losses: int = 0
+    lost: set[int] = field(default_factory=set)  # those that infrastructure lost, by `again`
     filled: Rollout | None = None
     closed: bool = False
 
@@ -146,6 +146,11 @@ class Scheduler:
         """The harnesses of groups that are not complete."""
         return frozenset(group.harness for group in self._groups.values())
 
+    @property
+    def head(self) -> int | None:
+        """The lowest number of a group that is not complete; None: there is none."""
+        return min((group.number for group in self._groups.values()), default=None)
+
     def open(self, version: int) -> str:
         """Opens the next group, all its places to be requested; gives its id."""
         task_id, harness = self.assignment(self.next_number)
@@ -154,9 +159,9 @@ class Scheduler:
         return name.group_id
 
     def requests(self, now_s: float) -> list[RolloutRequest]:
-        """A request for every place that needs one; they count as in flight from now on."""
+        """A request for every place that needs one, oldest group first; they count as in flight from now on."""
         found = []
-        for group in self._groups.values():
+        for group in sorted(self._groups.values(), key=lambda each: each.number):
             for index, place in enumerate(group.places):
                 if place.over or place.out:
                     continue
@@ -213,29 +218,38 @@ class Scheduler:
         if rollout.dropped is None:
             place.filled, place.out = rollout, False
             return self._settled(group, None)
-        return self._unused(group, place, rollout.dropped)
+        return self._unused(group, place, name.again, rollout.dropped)
 
     def lose(self, rollout_id: str) -> Settlement:
         """A rollout in flight that nothing will be heard of again."""
-        name = parse(rollout_id)
-        group = self._groups.get(name.group_id) if name else None
-        if name is None or group is None or group.places[name.place].again != name.again:
+        found = self._newest(rollout_id)
+        if found is None:
             return Settlement(DropReason.LOST)
-        place = group.places[name.place]
+        name, group, place = found
         place.out = False
-        return self._unused(group, place, DropReason.LOST)
+        if place.over:  # by an older rollout that was heard of after all
+            return Settlement(DropReason.LOST)
+        return self._unused(group, place, name.again, DropReason.LOST)
 
     def withdraw(self, rollout_id: str) -> None:
         """Its request was taken back before anybody ran it: the place can be requested anew."""
+        found = self._newest(rollout_id)
+        if found is not None:
+            found[2].out = False
+
+    def _newest(self, rollout_id: str) -> tuple[RolloutName, _Group, _Place] | None:
+        """Name, group and place of a rollout, if it is the newest that was requested for that place."""
         name = parse(rollout_id)
         group = self._groups.get(name.group_id) if name else None
-        if name is not None and group is not None and group.places[name.place].again == name.again:
-            group.places[name.place].out = False
+        if name is None or group is None or name.place >= len(group.places):
+            return None
+        place = group.places[name.place]
+        return (name, group, place) if place.again == name.again else None
 
-    def _unused(self, group: _Group, place: _Place, reason: DropReason) -> Settlement:
+    def _unused(self, group: _Group, place: _Place, again: int, reason: DropReason) -> Settlement:
         if reason in INFRASTRUCTURE:
-            place.losses += 1
-            if self._refill and place.losses < MAX_LOSSES:
+            place.lost.add(again)  # it may be heard of after it was given up: it is lost once all the same
+            if self._refill and len(place.lost) < MAX_LOSSES:
                 return Settlement(reason)
         place.closed, place.out = True, False
         return self._settled(group, reason)

@@ -19,6 +19,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from clawpipe.pipeline.books import TRAINED
 from clawpipe.pipeline.observe import Step, steps
 
 LIVE_INTERVAL_S = 0.5
@@ -106,8 +107,22 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 def status_lines(run_dir: Path) -> list[str]:
     """The plain form of `clawpipe status`."""
+    status = read_status(run_dir)
     lines = [step_line(step) for step in steps(run_dir)]
-    return [*lines, status_line(read_status(run_dir)) or "the run has not begun"]
+    return [*lines, status_line(status) or "the run has not begun", *dead_letter_lines(status)]
+
+
+def dead_letter_lines(status: dict[str, Any]) -> list[str]:
+    """What was set aside because it could not be used: how much of it by reason, and the newest. Often nothing."""
+    letters = status.get("dead_letters", {})
+    counts = {flaw: count for flaw, count in sorted(letters.get("counts", {}).items()) if count}
+    if not counts:
+        return []
+    kinds = ", ".join(f"{count} {_plain(flaw)}" for flaw, count in counts.items())
+    return [
+        f"dead letters: {sum(counts.values())} records were set aside: {kinds}",
+        *(f"  {each['rollout']}, {each['message_id']}: {each['detail']}" for each in letters.get("newest", ())),
+    ]
 
 
 def step_cells(step: Step) -> tuple[str, str, str, str]:
@@ -142,19 +157,40 @@ def status_line(status: dict[str, Any]) -> str:
 def summary_lines(summary: dict[str, Any]) -> list[str]:
     """The end of a run in a few lines; all of it is in summary.json."""
     reward, tokens, rollouts = summary["reward"], summary["tokens"], summary["rollouts"]
-    ends = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in rollouts.items() if count)
+    ends = ", ".join(f"{count} {_plain(name)}" for name, count in rollouts.items() if count)
     dropped = sum(tokens["dropped"].values())
+    reasons = ", ".join(f"{count} {_plain(reason)}" for reason, count in tokens["dropped"].items() if count)
     pause = summary["push_pause_s"]
     first, last = reward["first"], reward["last"]
     rise = f"{first:.3f} -> {last:.3f}" if first is not None and last is not None else "not measured"
     return [
         f"updates {summary['updates']}, verified reward {rise} (mean of the first and last three updates)",
         f"rollouts: {ends or 'none'}",
-        f"tokens: {tokens['sampled']} sampled, {tokens['trained']} trained, {dropped} dropped",
+        f"tokens: {tokens['sampled']} sampled, {tokens['trained']} trained, {dropped} dropped"
+        + (f" ({reasons})" if reasons else ""),
         f"versions pushed {summary['versions_pushed']}"
         + (f", pause p50 {pause['p50']:.2f} s, p99 {pause['p99']:.2f} s" if pause["p50"] is not None else ""),
+        *_survivor_lines(summary["survivors"]),
         *(_harness_line(name, found) for name, found in summary["harness"].items()),
     ]
+
+
+def _survivor_lines(survivors: dict[str, Any]) -> list[str]:
+    """Whether what was dropped is longer or better than what was trained; nothing when nothing was dropped."""
+    trained = survivors.get(TRAINED)
+    lost = {end: found for end, found in survivors.items() if end != TRAINED}
+    if trained is None or not lost:
+        return []
+    return [f"trained rollouts: {_means(trained)}; {'; '.join(f'{_plain(e)}: {_means(f)}' for e, f in lost.items())}"]
+
+
+def _means(found: dict[str, Any]) -> str:
+    tokens, reward = _measured(found["sampled"], ".0f"), _measured(found["reward"], ".3f")
+    return f"{found['rollouts']} of {tokens} tokens, reward {reward}"
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _harness_line(name: str, found: dict[str, Any]) -> str:

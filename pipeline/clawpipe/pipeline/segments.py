@@ -4,14 +4,16 @@ After ClawGym II (arXiv 2608.16798, section on trajectory filtering): segments a
 each the leaf with the longest valid continuation is kept; auxiliary calls are left out of the loss; a rollout
 with more leaves than a threshold is dropped whole. Ours: what a segment is follows from the tree (the calls
 below one topmost prompt, cut at recorded compactions), so that neither order of arrival nor interleaved
-sub-agents matter; and where only a part of a completion lives on in later prompts, that part is trained.
+sub-agents matter; and where only a part of a completion lives on in later prompts, that part is trained. With
+`auxiliary`, the calls of sub-agents and compactions are no longer left out: each of the two roles gets a part of
+its own. A sub-agent's segment is all that is below one topmost prompt; every compaction is a leaf of its own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -20,6 +22,9 @@ import numpy as np
 from clawpipe.pipeline.packing import Branch
 from clawpipe.pipeline.records import Role
 from clawpipe.pipeline.tree import Placed, PrefixTree
+
+# Of which calls are trained ever, in the order in which they take a token that several of them sampled.
+TRAINED_ROLES = Role.MAIN, Role.SUBAGENT, Role.COMPACTION
 
 
 class DropReason(StrEnum):
@@ -45,6 +50,7 @@ class DropReason(StrEnum):
     INCOMPLETE = "incomplete"  # a call of the manifest never came
     LATE = "late"  # its rollout or its place in the group was over already
     UNADMITTED = "unadmitted"  # nobody asked for the rollout
+    QUARANTINED = "quarantined"  # of a record that was set aside
     INFRA = "infra"
     VERIFIER_INFRA = "verifier_infra"
     LOST = "lost"  # the request is gone and no manifest came
@@ -106,25 +112,27 @@ def branches_of(parts: Iterable[Part], role: Role) -> tuple[Branch, ...]:
     return next((part.branches for part in parts if part.role is role), ())
 
 
-def select(tree: PrefixTree, *, leaf_cap: int, delivered: Collection[str], cut: Collection[str] = ()) -> Selection:
-    """Keeps the live branches of the main conversation.
+def select(
+    tree: PrefixTree, *, leaf_cap: int, delivered: Collection[str], cut: Collection[str] = (), auxiliary: bool = False
+) -> Selection:
+    """Keeps the live branches of the main conversation and, with `auxiliary`, of sub-agents and compactions.
 
-    `delivered` and `cut` are the ids of the calls which the manifest marks so. A call that a later prompt
-    extends was delivered, whatever its mark.
+    `delivered` and `cut` are the ids of the calls which the manifest marks so. A call that a later prompt of its
+    role extends was delivered, whatever its mark. Of the roles that sampled the same token at the same place, the
+    first one trains it: main, then sub-agents, then compactions.
     """
-    main = [p for p in tree.calls if p.call.role is Role.MAIN and p.call.call_id not in cut]
-    valid = _delivered(tree, main, delivered)
-    leaves = _leaves(tree, valid)
-    if len(leaves) > leaf_cap:
-        return Selection((), tuple(_over_branched(p, cut) for p in tree.calls), len(leaves))
-    kept = _live(tree, valid, leaves)
-    on_path = {node for leaf in kept for node in tree.ancestors(leaf.end_node)}
-    owners = _owners(tree, main, on_path, delivered)
-    valid_ids = {p.call.call_id for p in valid}
-    fates = [_fate(tree, p, owners, on_path, cut, valid_ids) for p in tree.calls]
-    branches = tuple(_branches(tree, kept, owners))
-    parts = (Part(Role.MAIN, branches),) if branches else ()
-    return Selection(parts, tuple(fates), len(leaves))
+    roles = TRAINED_ROLES if auxiliary else TRAINED_ROLES[:1]
+    judged = [_judge(tree, role, delivered, cut) for role in roles]
+    num_leaves = judged[0].num_leaves
+    if num_leaves > leaf_cap:
+        return Selection((), tuple(_over_branched(p, roles, cut) for p in tree.calls), num_leaves)
+    owners: dict[int, Placed] = {}
+    for each in judged:
+        _take(owners, tree, each, delivered)
+    parts = [Part(each.role, tuple(_branches(tree, each, owners))) for each in judged]
+    valid_ids = {call_id for each in judged for call_id in each.valid_ids}
+    fates = tuple(_fate(tree, p, _reason_for_all(p, roles, cut), owners, valid_ids) for p in tree.calls)
+    return Selection(tuple(part for part in parts if part.branches), fates, num_leaves)
 
 
 def dropped_whole(sampled: Iterable[tuple[str, Role, int]], reason: DropReason) -> tuple[CallFate, ...]:
@@ -134,77 +142,156 @@ def dropped_whole(sampled: Iterable[tuple[str, Role, int]], reason: DropReason) 
     )
 
 
-def _delivered(tree: PrefixTree, main: Sequence[Placed], delivered: Collection[str]) -> list[Placed]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Judged:
+    """The calls of a role that settling did not cut, and what lives on of them."""
+
+    role: Role
+    calls: tuple[Placed, ...]
+    valid_ids: frozenset[str]  # of those whose completion the harness had
+    kept: tuple[Placed, ...]  # the leaves that are kept, by order of arrival
+    num_leaves: int  # dead ones included
+
+
+def _judge(tree: PrefixTree, role: Role, delivered: Collection[str], cut: Collection[str]) -> _Judged:
+    calls = tuple(p for p in tree.calls if p.call.role is role and p.call.call_id not in cut)
+    valid = _delivered(tree, calls, delivered)
+    if role is Role.COMPACTION:
+        leaves = kept = _distinct(valid)
+    else:
+        leaves = _leaves(tree, valid)
+        compactions = [p.call.index for p in tree.calls if p.call.role is Role.COMPACTION and role is Role.MAIN]
+        kept = _live(tree, valid, leaves, compactions)
+    return _Judged(role, calls, frozenset(p.call.call_id for p in valid), tuple(kept), len(leaves))
+
+
+def _delivered(tree: PrefixTree, calls: Sequence[Placed], delivered: Collection[str]) -> list[Placed]:
     """The calls whose completion the harness had: marked so, or taken into another call's prompt whole."""
-    inside_prompts = {(node, p.call.call_id) for p in main for node in tree.ancestors(p.prompt_node)}
-    adopters: dict[int, set[str]] = {}
-    for node, call_id in inside_prompts:
-        adopters.setdefault(node, set()).add(call_id)
-    return [p for p in main if p.call.call_id in delivered or adopters.get(p.end_node, set()) - {p.call.call_id}]
+    prompts = sorted(p.prompt_node for p in calls)
+
+    def is_adopted(p: Placed) -> bool:
+        own = p.prompt_node == p.end_node  # its own prompt is no adoption
+        return _num_within(tree, p.end_node, prompts) > own
+
+    return [p for p in calls if p.call.call_id in delivered or is_adopted(p)]
+
+
+def _num_within(tree: PrefixTree, node: int, ascending: Sequence[int]) -> int:
+    """How many of the nodes lie in the subtree of `node`, itself included."""
+    return bisect_left(ascending, int(tree.end[node])) - bisect_left(ascending, node)
+
+
+def _distinct(calls: Iterable[Placed]) -> list[Placed]:
+    """One call for each end, by order of arrival."""
+    # Of equal calls the latest is the one that the harness went on with.
+    return sorted({p.end_node: p for p in calls}.values(), key=_arrival)
 
 
 def _leaves(tree: PrefixTree, calls: Sequence[Placed]) -> list[Placed]:
     """One call for each end that no other call goes beyond, by order of arrival."""
-    inner = {node for p in calls for node in tree.ancestors(p.end_node)[1:]}
-    ends: dict[int, Placed] = {}
-    for p in calls:
-        if p.end_node not in inner:
-            ends[p.end_node] = p  # of equal calls the latest is the one that the harness went on with
-    return sorted(ends.values(), key=_arrival)
+    found = _distinct(calls)
+    ends = sorted(p.end_node for p in found)
+    return [p for p in found if _num_within(tree, p.end_node, ends) == 1]
 
 
-def _live(tree: PrefixTree, valid: Sequence[Placed], leaves: Sequence[Placed]) -> list[Placed]:
-    """The longest leaf of each segment.
+def _live(
+    tree: PrefixTree, valid: Sequence[Placed], leaves: Sequence[Placed], compactions: Sequence[int]
+) -> list[Placed]:
+    """The longest leaf of each segment. `compactions`: the indices, ascending, of the calls that cut segments.
 
-    A leaf from before a compaction is dead all the same when the conversation went on from its own prompt
-    with something else: then that compaction did not end it.
+    A leaf from before a compaction is dead all the same when the conversation went on from its own prompt with
+    another answer: then that compaction did not end it.
     """
-    prompts = {p.prompt_node for p in valid}
-    compactions = sorted(p.call.index for p in tree.calls if p.call.role is Role.COMPACTION)
+    topmost = _topmost(tree, {p.prompt_node for p in valid})
     best: dict[tuple[int, int], Placed] = {}
     for leaf in leaves:
-        topmost = [node for node in tree.ancestors(leaf.end_node) if node in prompts][-1]
-        segment = topmost, bisect_left(compactions, leaf.call.index)
+        top = topmost[bisect_right(topmost, leaf.end_node) - 1]
+        segment = top, bisect_left(compactions, leaf.call.index)
         best[segment] = max(best.get(segment, leaf), leaf, key=lambda p: (tree.depth[p.end_node], p.call.index))
-    return [
-        leaf
-        for (topmost, epoch), leaf in sorted(best.items(), key=lambda item: _arrival(item[1]))
-        if not any(
-            leaf.prompt_node in tree.ancestors(later.end_node)
-            for (other, after), later in best.items()
-            if other == topmost and after > epoch
-        )
-    ]
+    found = []
+    for (top, epoch), leaf in sorted(best.items(), key=lambda item: _arrival(item[1])):
+        later = [p for (other, after), p in best.items() if other == top and after > epoch]
+        below = [p for p in later if tree.is_within(p.end_node, leaf.prompt_node)]
+        if not (below and _was_retried(tree, leaf, below, valid, compactions)):
+            found.append(leaf)
+    return found
 
 
-def _owners(
-    tree: PrefixTree, main: Sequence[Placed], on_path: Collection[int], delivered: Collection[str]
-) -> dict[int, Placed]:
-    """Which call's sample counts at each sampled node of the kept branches.
+def _was_retried(
+    tree: PrefixTree,
+    leaf: Placed,
+    below: Sequence[Placed],
+    valid: Sequence[Placed],
+    compactions: Sequence[int],
+) -> bool:
+    """Whether one of the leaves `below` its prompt lives on from another answer to that prompt.
+
+    That answer is to the same prompt, or to a longer one before the next compaction. After a compaction a longer
+    prompt may be the new history: the conversation's opening and the summary.
+    """
+    epoch = bisect_left(compactions, leaf.call.index)
+    return any(
+        p.end_node > leaf.prompt_node
+        and tree.is_within(p.prompt_node, leaf.prompt_node)
+        and (p.prompt_node == leaf.prompt_node or bisect_left(compactions, p.call.index) == epoch)
+        and any(tree.is_within(other.end_node, p.end_node) for other in below)
+        for p in valid
+    )
+
+
+def _topmost(tree: PrefixTree, nodes: Iterable[int]) -> list[int]:
+    """Those of the nodes that have none of them above, ascending."""
+    found: list[int] = []
+    for node in sorted(nodes):
+        if not found or node >= tree.end[found[-1]]:
+            found.append(node)
+    return found
+
+
+def _take(owners: dict[int, Placed], tree: PrefixTree, judged: _Judged, delivered: Collection[str]) -> None:
+    """Notes whose sample counts at each sampled node of the kept branches, where no earlier role has it.
 
     Several calls may have sampled the same tokens there: one whose completion lives on whole comes first,
     then one that was delivered, then the earliest.
     """
-    order = sorted(main, key=lambda p: (p.end_node not in on_path, p.call.call_id not in delivered, *_arrival(p)))
-    owners: dict[int, Placed] = {}
-    for p in order:
+    on_path = _on_path(tree, judged.kept)
+
+    def rank(p: Placed) -> tuple[bool, bool, int, str]:
+        return p.end_node not in on_path, p.call.call_id not in delivered, *_arrival(p)
+
+    for p in sorted(judged.calls, key=rank):
         for node in _sampled_nodes(tree, p):
             if node in on_path:
                 owners.setdefault(node, p)
-    return owners
+
+
+def _on_path(tree: PrefixTree, leaves: Iterable[Placed]) -> set[int]:
+    """The nodes on the paths to the leaves, the root left out."""
+    found: set[int] = set()
+    for leaf in leaves:
+        node = leaf.end_node
+        while node and node not in found:
+            found.add(node)
+            node = int(tree.parent[node])
+    return found
 
 
 def _sampled_nodes(tree: PrefixTree, p: Placed) -> list[int]:
     """The nodes between the call's prompt and its end, which spell its completion, top down."""
-    chain = tree.ancestors(p.end_node)
-    return chain[: chain.index(p.prompt_node)][::-1]
+    nodes = []
+    node = p.end_node
+    while node != p.prompt_node:
+        nodes.append(node)
+        node = int(tree.parent[node])
+    return nodes[::-1]
 
 
-def _branches(tree: PrefixTree, kept: Sequence[Placed], owners: Mapping[int, Placed]) -> Iterable[Branch]:
+def _branches(tree: PrefixTree, judged: _Judged, owners: Mapping[int, Placed]) -> Iterator[Branch]:
     """The kept branches; a node that two of them share has its entries on the first."""
     done: set[int] = set()
-    for leaf in kept:
-        nodes = [n for n in reversed(tree.ancestors(leaf.end_node)) if n in owners and n not in done]
+    for leaf in judged.kept:
+        path = reversed(tree.ancestors(leaf.end_node))
+        nodes = [n for n in path if n in owners and owners[n].call.role is judged.role and n not in done]
         done.update(nodes)
         if not nodes:
             continue
@@ -220,21 +307,19 @@ def _branches(tree: PrefixTree, kept: Sequence[Placed], owners: Mapping[int, Pla
 def _fate(
     tree: PrefixTree,
     p: Placed,
+    whole: DropReason | None,
     owners: Mapping[int, Placed],
-    on_path: Collection[int],
-    cut: Collection[str],
     valid_ids: Collection[str],
 ) -> CallFate:
-    whole = _reason_for_all(p, cut)
     if whole is not None:
         return _all_dropped(p, whole)
     nodes = _sampled_nodes(tree, p)
-    owned = [n for n in nodes if owners.get(n) is p]
+    owned = any(owners.get(n) is p for n in nodes)
     dropped: Counter[DropReason] = Counter()
     for node in nodes:
         if owners.get(node) is p:
             continue
-        if node in on_path:
+        if node in owners:
             reason = DropReason.DUPLICATE
         elif owned:
             reason = DropReason.NOT_ADOPTED
@@ -245,12 +330,12 @@ def _fate(
     return CallFate(p.call.call_id, p.call.role, sampled, sampled - dropped.total(), dict(dropped))
 
 
-def _over_branched(p: Placed, cut: Collection[str]) -> CallFate:
-    return _all_dropped(p, _reason_for_all(p, cut) or DropReason.OVER_BRANCHED)
+def _over_branched(p: Placed, roles: Collection[Role], cut: Collection[str]) -> CallFate:
+    return _all_dropped(p, _reason_for_all(p, roles, cut) or DropReason.OVER_BRANCHED)
 
 
-def _reason_for_all(p: Placed, cut: Collection[str]) -> DropReason | None:
-    if p.call.role is not Role.MAIN:
+def _reason_for_all(p: Placed, roles: Collection[Role], cut: Collection[str]) -> DropReason | None:
+    if p.call.role not in roles:
         return DropReason(f"auxiliary_{p.call.role.value}")
     return DropReason.CUT if p.call.call_id in cut else None
 

@@ -16,60 +16,50 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import anyio.to_thread
 
 from clawpipe.pipeline import report, restart
+from clawpipe.pipeline.answers import Answers
 from clawpipe.pipeline.books import Standing
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import BrokerError, ConfigError
-from clawpipe.pipeline.flow import Flow, Order
+from clawpipe.pipeline.flow import Flow
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.ledger_file import LedgerFile, Stored
+from clawpipe.pipeline.letters import Letters
 from clawpipe.pipeline.observe import EventLog, write_json
-from clawpipe.pipeline.pacing import Signal, StreamClock
+from clawpipe.pipeline.pacing import LoopLag, Signal, StreamClock
 from clawpipe.pipeline.records import (
     AskCursor,
-    BatchReady,
-    Chunk,
-    Committed,
-    Cursor,
-    Data,
-    Finished,
-    Hello,
     LearnerMessage,
     LearnerReply,
-    Lease,
-    NotYet,
-    Ok,
     PushReport,
     RolloutRequest,
-    Stepped,
     StreamCursor,
 )
 from clawpipe.pipeline.runtime import Runtime
 
-LEASE_WAIT_S = 1.0  # how long a lease waits for a batch before NotYet
 AUDIT_INTERVAL_S = 60.0
-FINAL_COMMIT_S = 600.0  # from Finished to the learner's last checkpoint
 LAST_AUDIT_S = 10.0
-FAREWELL_S = 2.0  # a learner whose last checkpoint is written already says nothing more
+LAG_WARNING_S = 1.0
 
 
 def main(config: Config, runtime: Runtime) -> None:
     """Runs until the updates are done or the run is drained. Raises ClawpipeError for what a user can act on."""
-    anyio.run(serve, config, runtime, EventLog("pipeline"))
+    anyio.run(serve, config, runtime, EventLog("pipeline"), backend_options={"use_uvloop": True})
 
 
 async def serve(config: Config, runtime: Runtime, log: EventLog, audit_interval_s: float = AUDIT_INTERVAL_S) -> None:
     """The role on a running event loop. Writes status.json, and summary.json at the end."""
     ledger_file = LedgerFile(runtime.path("ledger.sqlite"))
     try:
-        async with Broker.of_run(runtime, config.nats) as broker:
+        async with Broker.of_run(runtime, config.nats, log) as broker:
             ledger = Ledger()
             tasks = read_tasks(runtime.path("tasks.json"))
-            flow = Flow(config, tasks, ledger, log, process=uuid.uuid4().hex[:8])
             stored = ledger_file.read()
+            flow = Flow(config, tasks, ledger, log, uuid.uuid4().hex[:8], restart.decided_caps(stored))
             service = Service(broker, config, runtime, flow, ledger_file, stored, log, audit_interval_s)
             await service.run()
     finally:
@@ -115,9 +105,9 @@ class Service:
         self._writing = anyio.Lock()
         self._anchored = anyio.Event()  # it is known where to read from
         self._ready = anyio.Event()  # all that an earlier process had read is read
-        self._no_more_s: float | None = None  # since when a lease is answered with Finished
-        self._told_s: float | None = None  # when one was
-        self._heard_s = 0.0  # when the learner last spoke
+        self._letters = Letters(broker, flow.dead_letters)
+        self._answers = Answers(flow, self._changed, flush=self._flush, purge=self._purge)
+        self._lag = LoopLag()
         self._start = StreamCursor()
         self._anchor: restart.Anchor | None = None
         self._began_s = time.monotonic()
@@ -127,8 +117,8 @@ class Service:
         if self._stored.empty and not self._runtime.resume:
             await self._begin_anew()
         elif self._is_trained():
-            self._take_up(AskCursor())
-            self._told_s = self._heard_s = time.monotonic()
+            await self._take_up(AskCursor())
+            self._answers.suppose_told()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._stop_on_signal, tasks.cancel_scope)
             tasks.start_soon(self._read_records)
@@ -138,6 +128,7 @@ class Service:
             tasks.start_soon(self._audit)
             tasks.start_soon(self._publish_status)
             tasks.start_soon(self._watch_drain)
+            tasks.start_soon(self._lag.watch)
             await self._farewell()
             tasks.cancel_scope.cancel()
         await self._close()
@@ -168,18 +159,20 @@ class Service:
             await self._caught_up(pending)
         async for entry in self._broker.records(self._start.sequence):
             closed = self._flow.record(entry, self._clock.now())
+            await self._letters.publish()
             if not self._ready.is_set() and entry.sequence >= last:
                 await self._caught_up(pending)
             if closed:
                 self._changed.fire()
+                await anyio.lowlevel.checkpoint()  # closing is the costly part: others come between two of them
                 await self._wait_for_room()
 
     async def _wait_for_room(self) -> None:
-        if not self._ready.is_set() or not self._flow.replay.full:
+        if not self._ready.is_set() or not self._flow.full:
             return
         self._log.info("replay queue full", groups=self._flow.replay.num_groups)
         with self._clock.stopped():
-            while self._flow.replay.full:
+            while self._flow.full:
                 await self._changed.wait(1.0)
 
     async def _what_there_is(self) -> tuple[tuple[RolloutRequest, ...], int]:
@@ -191,7 +184,7 @@ class Service:
 
     async def _caught_up(self, pending: tuple[RolloutRequest, ...]) -> None:
         if self._anchor is not None:
-            restart.complete(self._flow, self._stored, self._anchor, pending)
+            await self._rejoin(self._anchor, pending)
             self._log.info(
                 "run taken up",
                 updates=self._flow.updates,
@@ -201,6 +194,16 @@ class Service:
         await self._flush()
         self._ready.set()
         self._changed.fire()
+
+    async def _rejoin(self, anchor: restart.Anchor, pending: tuple[RolloutRequest, ...]) -> None:
+        """Batches are built in a worker thread; until it is done nothing but this task touches the flow."""
+        flow, stored = self._flow, self._stored
+        restart.rejoin(flow, stored, anchor, pending)
+        for batch in restart.claims(stored, anchor):
+            if groups := restart.groups_of(flow, batch):
+                build = partial(flow.recipe.build, batch.batch_id, batch.version, groups)
+                restart.claim(flow, stored, batch, await anyio.to_thread.run_sync(build))
+        restart.finish(flow)
 
     async def _schedule(self) -> None:
         """Flow -> work queue."""
@@ -224,8 +227,9 @@ class Service:
             if self._ready.is_set():
                 self._flow.tick(self._clock.now())
                 self._changed.fire()
+                await self._letters.publish()
             await self._flush()
-            write_json(self._runtime.path("status.json"), self._status())
+            write_json(self._runtime.path("status.json"), await self._status())
             await anyio.sleep(self._config.observe.status_interval_s)
 
     async def _audit(self) -> None:
@@ -256,7 +260,7 @@ class Service:
             await self._ready.wait()
             while self._flow.scheduler.in_flight:
                 await self._changed.wait(1.0)
-        self._no_more_s = time.monotonic()
+        self._answers.no_more()
         self._changed.fire()
 
     async def _stop_on_signal(self, scope: anyio.CancelScope) -> None:
@@ -269,99 +273,48 @@ class Service:
     # The learner ------------------------------------------------------------------------------------------
 
     async def _answer(self, message: LearnerMessage) -> LearnerReply:
-        """One message, one reply. What the learner may rely on is in the ledger file before it is answered."""
-        self._heard_s = time.monotonic()
+        self._answers.heard()
         if not self._anchored.is_set():
-            self._take_up(message)
+            await self._take_up(message)
         await self._ready.wait()
-        reply = await self._reply(message)
-        if not isinstance(reply, NotYet | Data):
-            await self._flush()
-        self._heard_s = time.monotonic()
-        self._changed.fire()
-        return reply
+        await self._letters.publish()  # a cursor must not lie above a record that is not set aside yet
+        return await self._answers.reply(message)
 
-    def _take_up(self, message: LearnerMessage) -> None:
+    async def _take_up(self, message: LearnerMessage) -> None:
         self._anchor = restart.anchor(message, self._stored)
         self._start = self._anchor.cursor
-        restart.prepare(self._flow, self._stored, self._anchor)
+        restart.prepare(self._flow, self._stored, self._anchor, await self._letters.read())
         self._anchored.set()
 
-    async def _reply(self, message: LearnerMessage) -> LearnerReply:
-        match message:
-            case Hello():
-                self._told_s = None  # one that starts anew has not heard it
-                self._flow.hello(message)
-            case Lease():
-                return await self._lease(message)
-            case Chunk():
-                return Data(body=self._flow.batches.chunk(message.batch_id, message.index))
-            case Stepped():
-                self._flow.stepped(message, time.time())
-            case AskCursor():
-                return Cursor(cursor=self._flow.cursor())
-            case Committed():
-                await self._commit(message)
-        return Ok()
-
-    async def _lease(self, message: Lease) -> BatchReady | NotYet | Finished:
-        """Waits a moment for a batch: the learner is idle while it asks."""
-        deadline = time.monotonic() + LEASE_WAIT_S
-        while True:
-            reply = Finished() if self._no_more_s is not None else self._flow.lease(message.version)
-            if isinstance(reply, Order):
-                build = partial(self._flow.recipe.build, reply.batch_id, reply.version, reply.groups)
-                return self._flow.leased(await anyio.to_thread.run_sync(build))
-            if isinstance(reply, Finished):
-                self._told_s = time.monotonic()
-            if not isinstance(reply, NotYet) or time.monotonic() >= deadline:
-                return reply
-            await self._changed.wait(deadline - time.monotonic())
-
-    async def _commit(self, message: Committed) -> None:
-        """The ledger first: after a crash in between, the purge is only late."""
-        below = self._flow.committed(message)
-        if self._flow.finished and self._told_s is None:
-            self._told_s = time.monotonic()  # by the service before this one, or by the lease that comes next
-        await self._flush()
-        await self._broker.purge_records(below)
+    async def _purge(self, below: int) -> None:
+        await self._broker.purge_records(below, self._config.nats.keep_records_bytes)
 
     # The end ----------------------------------------------------------------------------------------------
 
     async def _farewell(self) -> None:
         """Waits until the learner knows that it is over, and for its last checkpoint."""
-        while not self._is_over():
+        while not self._answers.is_over(self._config.run.drain_timeout_s):
             await self._changed.wait(0.2)
         if self._ready.is_set():
             with anyio.move_on_after(LAST_AUDIT_S):
                 await self._find_lost()
 
-    def _is_over(self) -> bool:
-        now = time.monotonic()
-        if self._told_s is None:
-            # A learner that never asks again after a drain is dead, or in a step that is too long to wait for.
-            waited = 0.0 if self._no_more_s is None else now - self._no_more_s
-            return waited > self._config.run.drain_timeout_s
-        if not self._ready.is_set():
-            return False
-        committed = self._flow.committed_updates == self._flow.updates
-        quiet = now - self._heard_s
-        return now - self._told_s > FINAL_COMMIT_S or (committed and quiet > FAREWELL_S)
-
     async def _close(self) -> None:
         if not self._anchored.is_set():
             self._flow.ledger.restore(self._stored.rows, (), self._stored.updates)
+        if self._flow.finished and self._ready.is_set():
+            self._flow.close()
         with anyio.CancelScope(shield=True), anyio.move_on_after(30):
             await self._flush()
-            write_json(self._runtime.path("status.json"), self._status() | {"phase": "ended"})
             write_json(self._runtime.path("summary.json"), self.summary())
+            write_json(self._runtime.path("status.json"), await self._status() | {"phase": "ended"})
             self._log.info("pipeline ended", updates=self._flow.updates)
 
     def summary(self) -> dict[str, Any]:
         """What the run measured so far."""
         return report.summary(self._flow.ledger, self._pushes, time.monotonic() - self._began_s)
 
-    def _status(self) -> dict[str, Any]:
+    async def _status(self) -> dict[str, Any]:
         flow = self._flow
         held = {
             "in_flight": len(flow.scheduler.in_flight),
@@ -371,17 +324,31 @@ class Service:
             "credits": flow.admission.held,
             "uncommitted_batches": flow.batches.uncommitted,
         }
-        return report.status(flow.ledger, phase=self._phase(), updates_total=flow.limits.updates, held=held)
+        found = report.status(flow.ledger, phase=self._phase(), updates_total=flow.limits.updates, held=held)
+        return found | {"dead_letters": await self._letters.status(), "loop_lag_s": self._loop_lag_s()}
+
+    def _loop_lag_s(self) -> float:
+        lag_s = self._lag.take()
+        if lag_s > LAG_WARNING_S:
+            self._log.warning(
+                "event loop was blocked", seconds=round(lag_s, 3), detail="is the machine short of processor time?"
+            )
+        return lag_s
 
     def _phase(self) -> str:
         if not self._ready.is_set():
             return "waiting for the learner" if not self._anchored.is_set() else "reading records again"
-        if self._told_s is not None:
+        if self._answers.told:
             return "finishing"
         return "draining" if self._flow.draining else "running"
 
     async def _flush(self) -> None:
-        """Hands the ledger's changes to the file, in a worker thread, one after the other."""
+        """Hands the ledger's changes to the file, in a worker thread, one after the other.
+
+        Not while records are read again: what an earlier process wrote is whole, and must stay so till then.
+        """
+        if self._flow.catching_up:
+            return
         async with self._writing:
             changes = self._flow.ledger.changes()
             with anyio.CancelScope(shield=True):

@@ -9,16 +9,21 @@ all else on its path is context to it, tokens that the harness took over from ea
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 
+import msgspec
 import numpy as np
 
 from clawpipe.pipeline.records import CallRecord, FinishReason, FloatArray, IntArray, Role, floats, ints
 
+ADDRESS_BYTES = 16
+
 
 class MalformedRecords(ValueError):
-    """The records of a rollout contradict each other or themselves. The message names the call."""
+    """The records of a rollout contradict each other. The message names the call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,9 +70,14 @@ class PrefixTree:
     """
 
     parent: IntArray  # int32 [N], -1 for the root
+    end: IntArray  # int32 [N], the nodes of a node's subtree, itself included, are node..end - 1
     depth: IntArray  # int32 [N], tokens from the root to the node's end
     tokens: tuple[IntArray, ...]  # [N] arrays: what the node adds to its parent's path
     calls: tuple[Placed, ...]  # by order of arrival
+
+    def is_within(self, node: int, above: int) -> bool:
+        """Whether the node lies in the subtree of `above`, itself included."""
+        return above <= node < int(self.end[above])
 
     def ancestors(self, node: int) -> list[int]:
         """The node, its parent, and so on up to the root."""
@@ -81,24 +91,47 @@ class PrefixTree:
         """All tokens from the root to the node's end, int32 [depth]."""
         return np.concatenate([self.tokens[each] for each in reversed(self.ancestors(node))])
 
+    def addresses(self) -> tuple[bytes, ...]:
+        """[N]: a digest of the tokens on each node's path, whatever nodes the path is cut into."""
+        hashers = [blake2b(digest_size=ADDRESS_BYTES)]
+        for above, tokens in zip(self.parent[1:].tolist(), self.tokens[1:], strict=True):
+            hasher = hashers[above].copy()
+            hasher.update(tokens.data)
+            hashers.append(hasher)
+        return tuple(hasher.digest() for hasher in hashers)
+
+    def digest(self) -> str:
+        """Equal exactly for trees of the same calls with the same tokens, logprobs and versions. O(unique tokens)."""
+        addresses = self.addresses()
+        whole = blake2b(digest_size=ADDRESS_BYTES)
+        for placed in self.calls:
+            call = placed.call
+            ends = addresses[placed.prompt_node], addresses[placed.end_node]
+            sizes = call.prompt_tokens, len(call.completion)
+            whole.update(msgspec.msgpack.encode((call.call_id, call.index, call.role, call.finish_reason, sizes, ends)))
+            whole.update(call.logprobs.data)
+            whole.update(call.versions.data)
+        return whole.hexdigest()
+
 
 def resolve(records: Iterable[CallRecord]) -> list[Call]:
     """The calls behind the records, parents before children; a record that comes twice counts once.
 
-    MalformedRecords for a missing parent, a circle, lengths that disagree, version spans with gaps, or two
-    records of one call that differ.
+    The records are sound each (`soundness.problem`). MalformedRecords for a missing parent or one that is too
+    short, a circle, or two records of one call that differ.
     """
-    waiting = _unique(records)
+    unique = _unique(records)
+    children: dict[str | None, list[CallRecord]] = {}
+    for record in sorted(unique.values(), key=lambda r: (r.index, r.call_id)):
+        children.setdefault(record.parent, []).append(record)
     calls: dict[str, Call] = {}
-    while waiting:
-        before = len(waiting)
-        for record in sorted(waiting.values(), key=lambda r: (r.index, r.call_id)):
-            parent = None if record.parent is None else calls.get(record.parent)
-            if record.parent is None or parent is not None:
-                calls[record.call_id] = _call(record, parent)
-                del waiting[record.call_id]
-        if len(waiting) == before:
-            raise MalformedRecords(_unresolved(waiting))
+    ready = deque(children.get(None, ()))
+    while ready:
+        record = ready.popleft()
+        calls[record.call_id] = _call(record, None if record.parent is None else calls[record.parent])
+        ready.extend(children.get(record.call_id, ()))
+    if len(calls) < len(unique):
+        raise MalformedRecords(_unresolved({k: r for k, r in sorted(unique.items()) if k not in calls}))
     return list(calls.values())
 
 
@@ -131,9 +164,9 @@ def _unresolved(waiting: dict[str, CallRecord]) -> str:
 
 
 def _call(record: CallRecord, parent: Call | None) -> Call:
-    problem = _problem(record, parent)
-    if problem:
-        raise MalformedRecords(f"call {record.call_id}: {problem}")
+    wrong = _too_short(parent, record.parent_tokens)
+    if wrong:
+        raise MalformedRecords(f"call {record.call_id}: {wrong}")
     spans = record.versions
     return Call(
         call_id=record.call_id,
@@ -151,24 +184,10 @@ def _call(record: CallRecord, parent: Call | None) -> Call:
     )
 
 
-def _problem(record: CallRecord, parent: Call | None) -> str | None:
-    arrays = record.prompt_delta, record.completion_ids, record.logprobs
-    if any(len(data) % 4 for data in arrays):
-        return "an array's bytes are no multiple of 4"
-    delta, sampled, logprobs = (len(data) // 4 for data in arrays)
-    if record.parent_tokens + delta != record.prompt_tokens:
-        return f"prompt of {record.prompt_tokens} tokens, but {record.parent_tokens} + {delta} recorded"
-    if not 0 <= record.parent_tokens <= (parent.total_tokens if parent else 0):
-        return f"takes {record.parent_tokens} tokens from a parent that has fewer"
-    if record.prompt_tokens < 1 or logprobs != sampled:
-        return f"{record.prompt_tokens} prompt tokens, {sampled} sampled tokens, {logprobs} logprobs"
-    edges = [0, *(span.end for span in record.versions)]
-    starts = [span.start for span in record.versions]
-    if edges[-1] != sampled or edges[:-1] != starts or any(a > b for a, b in zip(starts, edges[1:], strict=True)):
-        return f"its version spans do not cover its {sampled} sampled tokens"
-    if any(ids.size and ids.min() < 0 for ids in (ints(record.prompt_delta), ints(record.completion_ids))):
-        return "it has negative token ids"
-    return None
+def _too_short(parent: Call | None, parent_tokens: int) -> str | None:
+    if parent is None or parent_tokens <= parent.total_tokens:
+        return None
+    return f"takes {parent_tokens} tokens from a parent that has {parent.total_tokens}"
 
 
 def _parents_first(calls: Iterable[Call]) -> Iterator[Call]:
@@ -185,16 +204,28 @@ def _parents_first(calls: Iterable[Call]) -> Iterator[Call]:
 
 @dataclass(slots=True, eq=False)
 class _Node:
+    """`jump` is a node further up, at a distance that grows with the level: the way up a path of n nodes takes
+    O(log n) steps (skew-binary jump pointers; Myers 1983)."""
+
     tokens: IntArray
     parent: _Node | None
     depth: int = 0
+    level: int = 0  # nodes above, when the jump was set
+    jump: _Node | None = None
     children: dict[int, _Node] = field(default_factory=dict)
+
+    def hang(self, parent: _Node) -> None:
+        """Takes its place below `parent`."""
+        far = parent.jump
+        even = far is not None and far.jump is not None and parent.level - far.level == far.level - far.jump.level
+        self.parent, self.level = parent, parent.level + 1
+        self.jump = far.jump if even and far is not None else parent
 
 
 def _at_depth(node: _Node, depth: int) -> tuple[_Node, int]:
     """The node on the path to `node` that holds the token before `depth`, and how many of its tokens are above."""
     while node.parent is not None and node.parent.depth >= depth:
-        node = node.parent
+        node = node.jump if node.jump is not None and node.jump.depth >= depth else node.parent
     return node, depth - (node.depth - len(node.tokens))
 
 
@@ -210,10 +241,15 @@ def _insert(node: _Node, offset: int, tokens: IntArray) -> _Node:
             return node
         child = node.children.get(int(tokens[0]))
         if child is None:
-            child = _Node(tokens, node, node.depth + len(tokens))
-            node.children[int(tokens[0])] = child
-            return child
+            return _grow(node, tokens)
         node, offset = child, 0
+
+
+def _grow(node: _Node, tokens: IntArray) -> _Node:
+    child = _Node(tokens, node, node.depth + len(tokens))
+    child.hang(node)
+    node.children[int(tokens[0])] = child
+    return child
 
 
 def _common(a: IntArray, b: IntArray) -> int:
@@ -229,8 +265,10 @@ def _split(node: _Node, at: int) -> _Node:
     assert above is not None, "the root has no tokens to split"
     assert 0 < at < len(node.tokens)
     upper = _Node(node.tokens[:at], above, node.depth - len(node.tokens) + at)
+    upper.hang(above)
     above.children[int(node.tokens[0])] = upper
-    node.tokens, node.parent = node.tokens[at:], upper
+    node.tokens = node.tokens[at:]
+    node.hang(upper)
     upper.children[int(node.tokens[0])] = node
     return upper
 
@@ -244,10 +282,20 @@ def _freeze(root: _Node, placed: Sequence[tuple[Call, _Node, _Node]]) -> PrefixT
         number[id(node)] = len(nodes)
         nodes.append(node)
         stack += [node.children[first] for first in sorted(node.children, reverse=True)]
+    parent = [number[id(n.parent)] if n.parent else -1 for n in nodes]
     calls = [Placed(call, number[id(prompt)], number[id(end)]) for call, prompt, end in placed]
     return PrefixTree(
-        parent=np.array([number[id(n.parent)] if n.parent else -1 for n in nodes], np.int32),
+        parent=np.array(parent, np.int32),
+        end=np.array(_subtree_ends(parent), np.int32),
         depth=np.array([n.depth for n in nodes], np.int32),
         tokens=tuple(n.tokens for n in nodes),
         calls=tuple(sorted(calls, key=lambda p: (p.call.index, p.call.call_id))),
     )
+
+
+def _subtree_ends(parent: Sequence[int]) -> list[int]:
+    """From parents in depth-first order."""
+    ends = list(range(1, len(parent) + 1))
+    for node in range(len(parent) - 1, 0, -1):
+        ends[parent[node]] = max(ends[parent[node]], ends[node])
+    return ends

@@ -177,7 +177,7 @@ class Calls:
             with job.call.scope:
                 outcome = await self._turns.make(job)
         except (EngineError, BrokerError) as err:
-            job.session.num_aborted += 1
+            job.session.aborted(job.call)
             self._log.error("call aborted", call=job.session.call_id(job.call.index), error=str(err))
             outcome = CallError(Fault.UNAVAILABLE, "The model is unavailable for the moment. Please try again.")
         finally:

@@ -81,6 +81,7 @@ class Session:
         self.prefixes = PrefixIndex()
         self.turns = SampledTurns()
         self.num_aborted = 0  # calls that ended in an error of ours
+        self._last_aborted = -1  # index of the newest of them
         self.broken: Counter[Broken] = Counter()  # turns that could not be grafted, by reason, each counted once
         self.entries: tuple[CallEntry, ...] = ()  # fixed when the state becomes SETTLED
         self._broken_turns: set[int] = set()  # by hash: they may be large
@@ -165,6 +166,17 @@ class Session:
     def sampled(self, call: Call, prompt: IntArray, completion: IntArray) -> None:
         """The call's record is stored: from now on its tokens can be shared."""
         self.prefixes.insert(np.concatenate((prompt, completion)), call.index)
+
+    def aborted(self, call: Call) -> None:
+        """The call ended in an error of ours."""
+        self.num_aborted += 1
+        self._last_aborted = max(self._last_aborted, call.index)
+
+    @property
+    def ends_aborted(self) -> bool:
+        """Whether the newest call is one that ended in an error of ours: after it the harness went on to nothing."""
+        recorded = (call.index for call in self._calls if call.recorded is not None)
+        return self._last_aborted > max(recorded, default=-1)
 
     def count_broken(self, turn: Message, reason: Broken) -> None:
         """A turn of a replayed history could not be grafted; however often it is replayed, it counts once."""

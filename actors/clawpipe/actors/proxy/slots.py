@@ -187,9 +187,7 @@ class Slots:
         await session.settle(self._config.settle_timeout_s)
         listener.close()
         if isinstance(message, link.Settle):
-            num_cut = sum(entry.cut for entry in session.entries)
-            settled = link.Settled(num_calls=len(session.entries), num_cut=num_cut, num_aborted=session.num_aborted)
-            await slot.send(settled)
+            await slot.send(link.Settled(num_calls=len(session.entries), ends_aborted=session.ends_aborted))
             message, _ = await slot.expect(link.Close)
         assert isinstance(message, link.Close)
         await self._conclude(delivery, message, session)

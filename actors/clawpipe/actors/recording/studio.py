@@ -32,6 +32,7 @@ from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import ClawGymTasksConfig, Config, HarnessConfig, NatsConfig
 from clawpipe.pipeline.errors import ClawpipeError
 from clawpipe.pipeline.launch import console_entry
+from clawpipe.pipeline.leaf_caps import LeafCaps
 from clawpipe.pipeline.models import syllables_dir
 from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.processes import start
@@ -177,7 +178,7 @@ async def _act(stage: _Stage) -> None:
 
 async def _collect(broker: Broker, takes: Sequence[Take], patience_s: float, progress: Progress) -> list[Recording]:
     """Every take with its calls, in the order of `takes`. ClawpipeError when they take too long."""
-    assembler = Assembler(close_timeout_s=patience_s, leaf_cap=LEAF_CAP)
+    assembler = Assembler(close_timeout_s=patience_s, leaf_caps=LeafCaps(LEAF_CAP), auxiliary=False)
     calls: dict[str, list[CallRecord]] = {take.name: [] for take in takes}
     closed: dict[str, Rollout] = {}
     progress.at(0, f"0 of {len(takes)} runs", len(takes))
