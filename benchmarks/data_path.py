@@ -52,7 +52,7 @@ PROMISES = {
 def main() -> None:
     """One run, one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rollouts", type=int, default=256, help="a multiple of 8")
+    parser.add_argument("--rollouts", type=int, default=256, help="a multiple of 8, whole groups")
     parser.add_argument("--passes", type=int, default=3, help="of which the median counts")
     parser.add_argument("--naive-rollouts", type=int, default=16, help="that the naive reference merges as well")
     parser.add_argument("--seed", type=int, default=0)
@@ -65,6 +65,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.rollouts, args.passes, args.naive_rollouts = args.rollouts // 4, 1, 2
+    if args.rollouts < 1 or args.rollouts % Load().group_size or args.passes < 1:
+        parser.error("--rollouts must be a multiple of 8 (of 32 with --quick), --passes at least 1")
     figures, details = measure(args)
     print_table(figures, details)
     if args.json:

@@ -42,7 +42,7 @@ async def passage(load: Load, where: Where, profile: Path | None = None) -> Pass
         talks = list(conversations(load, made.requests))
         before = _spent(made)
         began_s = time.time()
-        await _publish_all(made, talks)
+        await _publish(made, talks, manifests=True)
         closed = await _until_closed(made, load)
         after = _spent(made)
         publisher_s, service_s, server_s = (late - early for early, late in zip(before, after, strict=True))
@@ -52,42 +52,32 @@ async def passage(load: Load, where: Where, profile: Path | None = None) -> Pass
 async def memory(load: Load, where: Where) -> Held:
     """The service's memory when it holds everything, and when everything is closed."""
     async with world(load, where) as made:
+        talks = list(conversations(load, made.requests))
         before = await _resident(made)
-        sampled = await _publish_calls(made, load)
+        await _publish(made, talks, manifests=False)
         with anyio.fail_after(DEADLINE_S):
-            while made.sampled_tokens() < sampled:
+            while made.sampled_tokens() < sum(talk.num_sampled for talk in talks):
                 made.check()
                 await anyio.sleep(0.2)
         opened = await _resident(made)
-        for talk in conversations(load, made.requests):
+        for talk in talks:
             await made.broker.publish_manifest(talk.manifest)
         await _until_closed(made, load)
         return Held(opened - before, await _resident(made) - before, _peak(made) - before)
 
 
-async def _publish_all(made: World, talks: list[Conversation]) -> None:
-    async def publish(talk: Conversation) -> None:
-        for call in talk.calls:
-            await made.broker.publish_call(call)
-        await made.broker.publish_manifest(talk.manifest)
-
-    async with anyio.create_task_group() as group:
-        for talk in talks:
-            group.start_soon(publish, talk)
-
-
-async def _publish_calls(made: World, load: Load) -> int:
-    """All calls and no manifest; gives how many tokens they sampled."""
+async def _publish(made: World, talks: list[Conversation], *, manifests: bool) -> None:
+    """All conversations at the same time, each with its manifest at the end if so said."""
 
     async def publish(talk: Conversation) -> None:
         for call in talk.calls:
             await made.broker.publish_call(call)
+        if manifests:
+            await made.broker.publish_manifest(talk.manifest)
 
-    talks = list(conversations(load, made.requests))
     async with anyio.create_task_group() as group:
         for talk in talks:
             group.start_soon(publish, talk)
-    return sum(talk.num_sampled for talk in talks)
 
 
 async def _until_closed(made: World, load: Load) -> list[float]:

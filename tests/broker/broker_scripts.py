@@ -9,9 +9,11 @@ import nats
 import numpy as np
 
 from clawpipe.pipeline.broker import Broker
+from clawpipe.pipeline.patience import Pace
 from clawpipe.pipeline.records import CallRecord, FinishReason, Role, RolloutRequest, float_bytes, int_bytes
 
 STORE_BYTES = 64 * 1024**2
+QUICK = Pace(request_s=1.0, first_try_s=0.3, try_s=0.5, say_again_s=1.5, fetch_s=0.3)
 WAITING = "waiting for NATS to store records"
 THROUGH = "no longer waiting for NATS to store records"
 
@@ -72,6 +74,12 @@ async def take(iterator, count, timeout_s=30):
                 break
     await iterator.aclose()
     return found
+
+
+async def take_one(iterator):
+    """Leaves the iterator open."""
+    with anyio.fail_after(30):
+        return await anext(iterator)
 
 
 async def until(condition, timeout_s=30):

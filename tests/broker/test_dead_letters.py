@@ -15,6 +15,8 @@ from clawpipe.pipeline.records import SCHEMA, DeadLetter, Flaw, encode
 pytestmark = pytest.mark.anyio
 
 SUBJECT = "clawpipe.records.call.r-1"
+NESTED = b"\x81\xa1a" * 100_000
+TOO_DEEP = "maximum recursion depth exceeded while deserializing an object"
 
 
 def letter(sequence, flaw=Flaw.UNREADABLE, **fields):
@@ -28,6 +30,7 @@ def letter(sequence, flaw=Flaw.UNREADABLE, **fields):
         (SUBJECT, encode(call("r-1", 0))[:-1], Flaw.UNREADABLE, "Input data was truncated"),
         (SUBJECT, b"", Flaw.UNREADABLE, "Input data was truncated"),
         (SUBJECT, b"hello", Flaw.UNREADABLE, "Expected `object`, got `int`"),
+        (SUBJECT, NESTED, Flaw.UNREADABLE, TOO_DEEP),
         (
             SUBJECT,
             encode(msgspec.structs.replace(call("r-1", 0), schema=SCHEMA + 1)),
@@ -128,7 +131,7 @@ async def test_a_request_that_cannot_be_read_is_set_aside_and_the_next_one_runs(
 async def test_a_request_that_cannot_be_read_is_withdrawn_with_the_others(nats_server):
     async with set_up(nats_server) as broker, plain_client(nats_server) as js:
         await broker.publish_request(request(1))
-        await js.publish("clawpipe.requests", b"poison")
+        await js.publish("clawpipe.requests", b"\x81\xa1a" * 20_000)
         await broker.publish_request(request(2))
         assert await broker.withdraw_requests() == (request(1), request(2))
         assert (await js.stream_info("clawpipe-REQUESTS")).state.messages == 0

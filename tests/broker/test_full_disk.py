@@ -8,7 +8,7 @@ import subprocess
 import anyio
 import msgspec
 import pytest
-from broker_scripts import STORE_BYTES, WAITING, call, logged, take, until
+from broker_scripts import QUICK, STORE_BYTES, WAITING, call, logged, take, until
 
 from clawpipe.pipeline import launch
 from clawpipe.pipeline.broker import Broker
@@ -61,12 +61,12 @@ async def test_a_run_whose_disk_was_full_goes_on_when_there_is_room(disk, tmp_pa
     run = a_run(tmp_path)
     async with anyio.create_task_group() as services:
         runtime = await launch._start_nats(run, services)
-        async with Broker.connect(runtime.nats_url, runtime.nats_token) as broker:
+        async with Broker.connect(runtime.nats_url, runtime.nats_token, pace=QUICK) as broker:
             await broker.setup(STORE_BYTES)
             spoil(disk, 4 * MIB)
             stored = 0
             while not logged(caplog, WAITING):
-                with anyio.move_on_after(2.5):
+                with anyio.move_on_after(1.0):
                     await broker.publish_call(call("r-1", stored, 25_000))
                     stored += 1
             assert 20 <= stored < 42

@@ -8,7 +8,7 @@ import anyio
 import msgspec
 import numpy as np
 import pytest
-from broker_scripts import STORE_BYTES, call, plain_client, set_up, take
+from broker_scripts import QUICK, STORE_BYTES, call, plain_client, set_up, take
 
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.claims import Claim, Claims, claim_for
@@ -212,8 +212,11 @@ async def test_what_a_killed_publisher_left_is_removed_when_it_is_old(nats_serve
 
 
 async def test_a_server_that_is_killed_while_blobs_are_stored_and_read_loses_none(nats_server):
-    records = [large("r-1", index) for index in range(40)]
-    async with set_up(nats_server) as broker, Broker.connect(nats_server.url, nats_server.token) as reading:
+    records = [large("r-1", index) for index in range(30)]
+    async with (
+        set_up(nats_server, pace=QUICK) as broker,
+        Broker.connect(nats_server.url, nats_server.token, pace=QUICK) as reading,
+    ):
         async with anyio.create_task_group() as tasks:
 
             async def publish():

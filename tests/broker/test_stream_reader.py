@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from broker_scripts import call, plain_client, set_up, take
+from broker_scripts import QUICK, call, plain_client, set_up, take
 
+from clawpipe.pipeline.errors import BrokerError
 from clawpipe.pipeline.stream_reader import MESSAGES_PER_REQUEST, read_stream
 
 pytestmark = pytest.mark.anyio
@@ -90,13 +91,13 @@ class Lossy:
 async def test_a_client_that_drops_messages_gets_them_again_and_in_order(nats_server, lost):
     async with set_up(nats_server) as broker, plain_client(nats_server) as js:
         await publish(broker, 6)
-        reader = read_stream(Lossy(js._nc, lost), js, STREAM, SUBJECT)
+        reader = read_stream(Lossy(js._nc, lost), js, STREAM, SUBJECT, wait_s=0.2)
         assert await take_sequences(reader, 6) == [1, 2, 3, 4, 5, 6]
         await reader.aclose()
 
 
 async def test_a_server_killed_again_and_again_under_load_loses_and_repeats_nothing(nats_server):
-    async with set_up(nats_server) as broker, anyio.create_task_group() as tasks:
+    async with set_up(nats_server, pace=QUICK) as broker, anyio.create_task_group() as tasks:
 
         async def interrupt():
             for _ in range(2):
@@ -127,3 +128,13 @@ async def test_a_single_new_message_is_given_at_once(nats_server):
             if index:
                 assert anyio.current_time() - began_s < 0.5
         await reader.aclose()
+
+
+async def test_a_stream_that_is_deleted_under_its_reader_is_an_error_that_says_so(nats_server):
+    async with set_up(nats_server) as broker, plain_client(nats_server) as js:
+        await publish(broker, 1)
+        reader = read_stream(js._nc, js, STREAM, SUBJECT, wait_s=0.2)
+        assert await take_sequences(reader, 1) == [1]
+        await js.delete_stream(STREAM)
+        with pytest.raises(BrokerError, match="stream clawpipe-RECORDS is gone"):
+            await take_sequences(reader, 1)

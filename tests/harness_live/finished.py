@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clawpipe.pipeline import assembler, tree
+from clawpipe.pipeline import closing, tree
 from clawpipe.pipeline.packing import Branch
 from clawpipe.pipeline.records import CallRecord, IntArray, Outcome, Role, RolloutManifest
 from clawpipe.pipeline.segments import CallFate, DropReason
@@ -24,7 +24,7 @@ class Rollout:
 
     manifest: RolloutManifest
     records: list[CallRecord]
-    closed: assembler.Rollout
+    closed: closing.Rollout
     tree: tree.PrefixTree | None  # None: the rollout was lost to infrastructure without calls
     engine: ScriptedEngine
     seen: list[Seen]
@@ -101,7 +101,7 @@ def finished(
 ) -> Rollout:
     """From what the broker held at the end of the rollout."""
     ordered = sorted(records, key=lambda record: record.index)
-    closed = assembler.close(manifest, ordered, LEAF_CAP)
+    closed = closing.close(manifest, ordered, LEAF_CAP)
     built = tree.build(tree.resolve(ordered)) if ordered else None
     return Rollout(manifest, ordered, closed, built, engine, seen, output)
 

@@ -8,6 +8,7 @@ sampled and another one was given.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import product
 
 import msgspec
 from hypothesis import strategies as st
@@ -25,7 +26,25 @@ from clawpipe.pipeline.records import (
 )
 
 SUMMARIZE = 7  # what a harness adds to a conversation that it has summed up
-tokens = st.lists(st.integers(3, 5), min_size=1, max_size=3)
+
+
+def texts(*lengths):
+    """Texts of these lengths, each length as often; one draw each, where a list takes one for every token."""
+    longest = max(lengths)
+    return st.sampled_from(
+        [list(text) for n in lengths for text in product((3, 4, 5), repeat=n) for _ in range(3 ** (longest - n))]
+    )
+
+
+tokens = texts(1, 2, 3)
+completions = texts(0, 1, 2, 3)
+hints = st.sampled_from(["longest", "longest", "none", "any"])
+versions = st.integers(0, 3)
+cuts = st.none() | st.integers(0, 8)
+ends = st.sampled_from(["reached", "reached", "reached", "reached", "lost", "cut"])
+heads = st.sampled_from([1, 1, 4])
+asides = st.sampled_from([Role.TITLE, Role.NUDGE, Role.MEMORY])
+one_in = {n: st.sampled_from(range(n)) for n in (3, 4, 10)}
 
 
 @dataclass
@@ -74,7 +93,7 @@ def rollouts(draw, place=0, max_calls=8):
 
 
 def _one_in(draw, n):
-    return draw(st.sampled_from(range(n))) == n - 1
+    return draw(one_in[n]) == n - 1
 
 
 @st.composite
@@ -83,8 +102,8 @@ def _attempts(draw, rollout_id, attempt, max_calls):
     talks = [Conversation(Role.MAIN, [1], [1])]
     undelivered, cut = set(), set()
     for _ in range(draw(st.integers(1, max_calls))):
-        fate = draw(st.sampled_from(["reached", "reached", "reached", "reached", "lost", "cut"]))
-        record = _STEPS[draw(st.sampled_from(sorted(_STEPS)))](draw, script, talks, fate == "reached")
+        fate = draw(ends)
+        record = _STEPS[draw(steps)](draw, script, talks, fate == "reached")
         if fate == "lost":
             undelivered.add(record.call_id)
         elif fate == "cut":
@@ -94,12 +113,9 @@ def _attempts(draw, rollout_id, attempt, max_calls):
 
 def _call(draw, script, prompt, role):
     """A call whose delta may be written against any earlier call, and take fewer tokens of it than it could."""
-    hint = draw(st.sampled_from(["longest", "longest", "none", "any"]))
-    parents = [*script.texts]
-    parent = {"longest": "longest", "none": None}.get(hint, draw(st.sampled_from([None, *parents])))
-    completion = draw(st.lists(st.integers(3, 5), max_size=3))
-    shared = draw(st.none() | st.integers(0, 8))
-    return script.call(prompt, completion, role=role, version=draw(st.integers(0, 3)), parent=parent, shared=shared)
+    hint = draw(hints)
+    parent = draw(st.sampled_from([None, *script.texts])) if hint == "any" else {"none": None}.get(hint, hint)
+    return script.call(prompt, draw(completions), role=role, version=draw(versions), parent=parent, shared=draw(cuts))
 
 
 def _turn(draw, script, talks, reached):
@@ -136,7 +152,7 @@ def _compact(draw, script, talks, reached):
     talk = talks[0]
     record = _call(draw, script, [*talk.history, SUMMARIZE], Role.COMPACTION)
     if reached:
-        head = talk.history[: draw(st.sampled_from([1, 1, 4]))]
+        head = talk.history[: draw(heads)]
         talk.history = head + script.texts[record.call_id][1]
     return record
 
@@ -156,7 +172,7 @@ def _fork(draw, script, talks, reached):
 
 
 def _title(draw, script, talks, reached):
-    return _call(draw, script, [*talks[0].history, 6], draw(st.sampled_from([Role.TITLE, Role.NUDGE, Role.MEMORY])))
+    return _call(draw, script, [*talks[0].history, 6], draw(asides))
 
 
 _STEPS = {
@@ -170,6 +186,7 @@ _STEPS = {
     "turn": _turn,
     "turn again": _turn,
 }
+steps = st.sampled_from(sorted(_STEPS))
 
 
 @st.composite

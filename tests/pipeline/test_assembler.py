@@ -5,9 +5,7 @@ from itertools import permutations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from pipeline_scripts import Script, scripts
+from pipeline_scripts import Script
 
 from clawpipe.pipeline.assembler import Arrival, Assembler
 from clawpipe.pipeline.config import LeafQuantile
@@ -42,17 +40,6 @@ def fates(rollout):
 
 def content(rollout):
     return [(p.tokens.tolist(), p.entries.tolist(), p.logprobs.tolist()) for p in rollout.branches], rollout.fates
-
-
-@given(scripts(roles=(Role.MAIN, Role.COMPACTION)), st.randoms(use_true_random=False))
-def test_any_order_and_duplication_closes_the_rollout_once_with_the_same_content(script, random):
-    manifest = script.manifest()
-    records = [*script.records, manifest, *random.choices([*script.records, manifest], k=3)]
-    random.shuffle(records)
-    joining = assembler()
-    closed = [rollout for record in records for rollout in [joining.add(record, 0.0).rollout] if rollout]
-    assert len(closed) == 1
-    assert content(closed[0]) == content(script.closed())
 
 
 def test_a_rollout_closes_with_the_last_of_its_calls():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,14 +40,24 @@ def test_every_reason_is_explained():
     assert set(first_cells(section("Why a sampled token is not trained"))) == {*DropReason, *learners_own}
 
 
-def test_the_options_exist():
-    rows = [line.split("|")[1] for line in section("Options").splitlines() if line.startswith("| `[")]
-    found = [re.fullmatch(r"\[(\w+)\] (\w+)|(\w+)", word) for row in rows for word in ticked(row)]
-    table = ""
-    for match in found:
-        table = match[1] or table
-        assert (match[2] or match[3]) in TABLES[table].__struct_fields__
-    assert len(found) == 11
+def options():
+    """(table, key, default as it is written, if it is) of the table of options."""
+    for line in section("Options").splitlines():
+        if line.startswith("| `["):
+            _, keys, default, *_ = line.split("|")
+            table = re.search(r"\[(\w+)\]", keys)[1]
+            for key in ticked(keys):
+                yield table, key.removeprefix(f"[{table}] "), "".join(ticked(default))
+
+
+def test_the_options_exist_with_these_defaults():
+    for table, key, default in options():
+        value = getattr(TABLES[table](), key)
+        assert not default or tomllib.loads(f"x = {default}")["x"] == value
+
+
+def test_every_option_of_the_replay_queue_is_explained():
+    assert {key for table, key, _ in options() if table == "replay"} == set(ReplayConfig.__struct_fields__)
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`(\w+/test_\w+)`", PAGE))))

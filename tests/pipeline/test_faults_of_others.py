@@ -225,15 +225,16 @@ def test_a_session_that_ended_with_a_failing_engine_is_not_graded_and_one_that_g
 def test_what_is_put_into_a_full_queue_leaves_it_in_a_batch_or_by_name(data):
     """AReaL#1481: work beyond the capacity pushes the oldest out of a `deque(maxlen=...)`, and nobody is told."""
     queue = Replay(capacity_tokens=1, capacity_rollouts=1, max_staleness=1, groups_per_step=2, min_group=2)
-    put, left = set(), []
+    put, left, newest = set(), [], 0
     for number in range(data.draw(st.integers(1, 12))):
         version = data.draw(st.integers(0, 5))
+        newest = max(newest, version)
         sizes = data.draw(st.integers(1, 3))
         mine = [simple(f"r-{number:06d}-{place}", 0.0, version=version) for place in range(sizes)]
         queue.put(group(number, mine))
         put |= {rollout.rollout_id for rollout in mine}
         if data.draw(st.booleans()):
-            taken = queue.take(data.draw(st.integers(version, 6)))
+            taken = queue.take(data.draw(st.integers(newest, 6)))
             left += [rollout.rollout_id for each in taken.groups for rollout in each.rollouts]
             left += [rollout.rollout_id for _, rollout, _ in taken.dropped]
             assert {reason for *_, reason in taken.dropped} <= {DropReason.STALE, DropReason.SMALL_GROUP}

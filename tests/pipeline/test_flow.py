@@ -24,6 +24,7 @@ from flow_scripts import (
 from pipeline_scripts import Script, own, two_turns
 
 from clawpipe.pipeline.errors import ClawpipeError
+from clawpipe.pipeline.ledger_file import LedgerFile
 from clawpipe.pipeline.records import (
     BatchReady,
     Committed,
@@ -31,6 +32,7 @@ from clawpipe.pipeline.records import (
     Infra,
     NotYet,
     Role,
+    Scored,
     StreamCursor,
 )
 
@@ -132,6 +134,67 @@ def test_infrastructure_that_always_fails_ends_the_run_with_the_reason():
     fail()
     with pytest.raises(ClawpipeError, match=r"16 rollouts in a row .* infra: sandbox: no space"):
         fail()
+
+
+def test_manifests_that_are_never_usable_end_the_run_with_the_reason():
+    flow = make_flow()
+    feed = Stream(flow)
+
+    def fail():
+        for request in started(flow):
+            feed(Script(request.rollout_id, task_id=request.task_id).manifest(Scored(reward=float("nan"))))
+
+    fail()
+    with pytest.raises(ClawpipeError, match=r"16 rollouts in a row .* of its manifest: its reward is nan"):
+        fail()
+    assert feed.flaws[0] == ("unsound", "r-000000-0.a1.manifest", 1)
+
+
+def test_a_version_that_the_learner_has_not_made_costs_its_rollout_and_no_other():
+    flow = make_flow()
+    stream = Stream(flow)
+    first, *others = started(flow)
+    stream(*two_turns(first, version=7), *(record for request in others for record in two_turns(request)))
+    ready = lease(flow)
+    flow.check()
+    assert first.rollout_id not in flow.ledger.batches[ready.batch_id].rollouts
+    assert len(flow.ledger.batches[ready.batch_id].rollouts) == 3
+    assert flow.ledger.rows[first.rollout_id].reason == "malformed"
+
+
+def test_a_metric_that_is_no_number_can_be_read_again(tmp_path):
+    flow = make_flow()
+    stream = Stream(flow)
+    for request in started(flow):
+        stream(*two_turns(request))
+    step(flow, lease(flow), metrics={"loss": 0.5, "kl": float("nan"), "grad_norm": float("inf")})
+    file = LedgerFile(tmp_path / "ledger.sqlite")
+    file.write(flow.ledger.changes())
+    assert [update.metrics for update in file.read().updates] == [{"loss": 0.5}]
+    file.close()
+
+
+def test_a_learner_that_starts_from_a_checkpoint_before_the_last_one_is_told_to_resume():
+    flow = make_flow()
+    stream = Stream(flow)
+    for request in started(flow):
+        stream(*two_turns(request))
+    older = flow.cursor()
+    for _ in range(2):
+        step(flow, lease(flow), version=0)
+    flow.committed(Committed(version=2, updates=2, cursor=flow.cursor(), path="x"))
+    with pytest.raises(ClawpipeError, match=r"a checkpoint of 1 updates, and one of 2 was written: .* --resume"):
+        flow.hello(Hello(version=3, updates=1, cursor=older))
+    flow.hello(Hello(version=3, updates=2, cursor=flow.cursor()))
+    flow.check()
+
+
+def test_a_checkpoint_of_more_updates_than_the_run_has_made_is_refused_and_nothing_is_given_up():
+    flow = make_flow()
+    message = Committed(version=1, updates=1, cursor=StreamCursor(sequence=1000), path="x")
+    with pytest.raises(ClawpipeError, match=r"has seen 1 updates, this run 0; resume the run folder"):
+        flow.committed(message)
+    assert flow.ledger.changes().standing is None
 
 
 def test_a_second_manifest_of_a_rollout_trains_nothing_again():

@@ -43,7 +43,7 @@ options = st.fixed_dictionaries(
         "max_reuse": st.sampled_from([1, 2]),
         "min_group": st.sampled_from([1, 2]),
         "skip_zero_spread": st.booleans(),
-        "sampling": st.sampled_from(["oldest", "windowed"]),
+        "sampling": st.sampled_from([{"sampling": "oldest"}, {"sampling": "windowed", "window_groups": 3}]),
         "auxiliary": st.sampled_from(["exclude", "own_group"]),
     }
 )
@@ -59,9 +59,8 @@ def tables(chosen):
         "replay": {
             "close_timeout_s": 10.0,
             "max_reuse": chosen["max_reuse"],
-            "sampling": chosen["sampling"],
-            "window_groups": 3,
             "auxiliary": chosen["auxiliary"],
+            **chosen["sampling"],
         },
     }
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 
 import msgspec
@@ -9,7 +10,7 @@ from pipeline_scripts import Script, configuration, two_turns
 from clawpipe.pipeline.books import BatchRow, RolloutState, Standing, UpdateRow
 from clawpipe.pipeline.errors import ClawpipeError
 from clawpipe.pipeline.ledger import Ledger
-from clawpipe.pipeline.ledger_file import LedgerFile
+from clawpipe.pipeline.ledger_file import LedgerFile, reading
 from clawpipe.pipeline.records import PushReport, Role, RolloutRequest, StreamCursor, TimedOut
 from clawpipe.pipeline.report import status, summary
 from clawpipe.pipeline.segments import DropReason
@@ -350,8 +351,22 @@ def test_the_leaves_and_the_tree_of_a_rollout_are_booked():
 def test_a_file_that_is_no_ledger_is_an_error_that_says_what_to_do(tmp_path):
     path = tmp_path / "ledger.sqlite"
     path.write_bytes(b"no database" * 100)
-    with pytest.raises(ClawpipeError, match=r"ledger.sqlite: .* move the file away"):
+    with pytest.raises(ClawpipeError, match=r"ledger.sqlite: .* damaged, move it away"):
         LedgerFile(path)
+
+
+@pytest.mark.parametrize(
+    "change", ["sampled = 'abc'", "kept = NULL", "dropped = NULL", "dropped = '[]'", "role = x'ff'"]
+)
+def test_a_call_that_is_none_is_an_error_that_says_so(tmp_path, change):
+    ledger, path = Ledger(), tmp_path / "ledger.sqlite"
+    settle(ledger, 0)
+    with contextlib.closing(LedgerFile(path)) as file:
+        file.write(ledger.changes())
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute(f"UPDATE calls SET {change}")
+    with pytest.raises(ClawpipeError, match=r"ledger.sqlite: not a ledger that can be read"), reading(path) as stored:
+        list(stored.calls())
 
 
 def test_the_scripts_configuration_is_valid():

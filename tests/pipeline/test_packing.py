@@ -66,7 +66,7 @@ def test_a_token_sees_exactly_its_own_path(rollouts, budget, align):
 
 
 @given(groups(), st.integers(1, 40), st.integers(1, 4))
-def test_the_trees_hold_exactly_the_prefixes_of_the_paths_each_once(rollouts, budget, align):
+def test_the_trees_hold_exactly_the_prefixes_of_the_branches_each_once(rollouts, budget, align):
     forests = pack(rollouts, max(budget, align), align)
     packed_rollouts = 0
     for forest in forests:

@@ -77,7 +77,7 @@ def test_a_group_that_staleness_leaves_too_small_goes_whole_and_says_why():
     queue = replay(groups_per_step=1, min_group=2)
     queue.put(group(1, versions=(0, 3, 0, 4)))
     queue.put(group(2, versions=(0, 3, 0)))
-    found = queue.take(3)
+    found = queue.take(4)
     assert [[r.rollout_id for r in g.rollouts] for g in found.groups] == [["r-000001-1", "r-000001-3"]]
     assert [(r.rollout_id, reason) for _, r, reason in found.dropped] == [
         ("r-000001-0", DropReason.STALE),
@@ -96,6 +96,17 @@ def test_a_rollout_with_one_fresh_token_is_not_stale():
     queue = replay(groups_per_step=1)
     queue.put(ReadyGroup("g-000001", 1, 0, (script.closed(),)))
     assert taken(queue, version=8) == [1]
+
+
+def test_a_rollout_of_a_version_that_the_learner_has_not_made_leaves_its_group():
+    queue = replay(groups_per_step=1)
+    queue.put(group(1, versions=(4, 3, 2**31 - 1)))
+    found = queue.take(3)
+    assert [r.rollout_id for r in found.groups[0].rollouts] == ["r-000001-1"]
+    assert [(r.rollout_id, reason) for _, r, reason in found.dropped] == [
+        ("r-000001-0", DropReason.MALFORMED),
+        ("r-000001-2", DropReason.MALFORMED),
+    ]
 
 
 def test_the_stale_are_evicted_even_when_too_little_is_left_for_a_batch():
@@ -291,8 +302,9 @@ def reference_evictions(limits, groups, version):
     stays, goes = {}, {}
     for each in groups:
         newest = {r.rollout_id: max(int(v) for b in r.branches for v in b.versions) for r in each.rollouts}
-        fresh = [name for name in newest if version - newest[name] <= limits["max_staleness"]]
-        goes |= {name: DropReason.STALE for name in newest if name not in fresh}
+        fresh = [name for name in newest if 0 <= version - newest[name] <= limits["max_staleness"]]
+        goes |= {name: DropReason.MALFORMED for name in newest if newest[name] > version}
+        goes |= {name: DropReason.STALE for name in newest if version - newest[name] > limits["max_staleness"]}
         if len(fresh) >= limits["min_group"]:
             stays[each.group_id] = fresh
         else:
@@ -317,7 +329,7 @@ def reference_batch(limits, groups, awaited, head):
     return sorted(g.number for g in picked) if len(picked) == limits["groups_per_step"] else []
 
 
-@given(queues(), st.integers(4, 7), st.sets(st.sampled_from(HARNESSES)), st.none() | st.integers(0, 20))
+@given(queues(), st.integers(2, 7), st.sets(st.sampled_from(HARNESSES)), st.none() | st.integers(0, 20))
 def test_a_take_is_what_a_plain_reading_of_the_rules_gives(drawn, version, awaited, head):
     limits, groups = drawn
     queue = replay(**limits)
@@ -357,7 +369,7 @@ def test_when_nothing_runs_any_more_every_batch_that_can_be_made_is_made(drawn):
     for each in groups:
         queue.put(each)
     step = limits["groups_per_step"]
-    batches = [taken(queue) for _ in range(len(groups) // step)]
+    batches = [taken(queue, 4) for _ in range(len(groups) // step)]
     assert [len(batch) for batch in batches] == [step] * (len(groups) // step)
     assert queue.num_groups == len(groups) % step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from flow_scripts import Stream, cut_short, lease, make_flow, started, step, totals
+from flow_scripts import Stream, cut_short, garbage, lease, make_flow, started, step, totals
 from pipeline_scripts import Script, two_turns
 
 from clawpipe.pipeline import restart
@@ -117,6 +117,19 @@ def test_a_group_of_which_every_rollout_vanished_is_asked_for_again(life):
     run.restart()  # the work queue is empty, and there is one call in the stream
     assert sorted(request.rollout_id for request in started(run.flow)) == [f"{r.rollout_id}-1" for r in requests]
     assert run.flow.admission.held == 12
+
+
+def test_what_a_lost_checkpoint_had_trained_is_run_again_where_its_records_are_no_longer_kept(life):
+    run = life()
+    everything(run)
+    cursor = run.flow.cursor()
+    run.train()
+    run.commit()
+    run.stream[:6] = [garbage("r-999999-0")] * 6  # the records of group 0, which are purged
+    run.restart(Hello(version=9, updates=0, cursor=cursor))
+    assert sorted(request.rollout_id for request in started(run.flow)) == ["r-000000-0-1", "r-000000-1-1"]
+    assert [group.group_id for group in run.flow.replay.groups] == [f"g-{number:06d}" for number in range(1, 6)]
+    assert totals(run.flow).reasons == {"lost": 2}
 
 
 def test_a_group_of_which_nothing_is_known_but_a_call_does_not_hold_the_cursor_for_ever(life):

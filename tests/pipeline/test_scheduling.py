@@ -198,12 +198,13 @@ def test_a_rollout_that_was_given_up_and_then_tells_of_its_loss_is_lost_once():
 def test_the_loss_of_a_rollout_whose_place_is_filled_closes_nothing():
     planned = scheduler()
     planned.open(0)
-    [first, _] = planned.requests(0.0)
-    for request in (first, *(RolloutName(0, 0, again) for again in range(1, MAX_LOSSES - 1))):
-        planned.lose(str(getattr(request, "rollout_id", request)))
+    planned.requests(0.0)
+    first, *others, last = (str(RolloutName(0, 0, again)) for again in range(MAX_LOSSES))
+    for rollout_id in (first, *others):
+        planned.lose(rollout_id)
         planned.requests(0.0)
-    assert planned.settle(simple(first.rollout_id, 1.0)).reason is None  # it was heard of after all
-    settlement = planned.lose(f"r-000000-0-{MAX_LOSSES - 1}")
+    assert planned.settle(simple(first, 1.0)).reason is None  # it was heard of after all
+    settlement = planned.lose(last)
     assert (settlement.reason, settlement.place_closed) == (DropReason.LOST, False)
     assert planned.open_groups == {"g-000000": 2}
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
 from collections import Counter
 
 import anyio
 import msgspec
+import nats
 import pytest
 from pipeline_scripts import Script, two_turns
 
 from clawpipe.pipeline import runtime as runtimes
+from clawpipe.pipeline.books import Standing
 from clawpipe.pipeline.errors import BrokerError, ClawpipeError
+from clawpipe.pipeline.ledger import Ledger
+from clawpipe.pipeline.ledger_file import LedgerFile
 from clawpipe.pipeline.pacing import LoopLag, StreamClock
 from clawpipe.pipeline.records import CallRecord, Hello, Infra, PushReport, StreamCursor
 
@@ -146,6 +152,88 @@ def test_a_service_that_is_killed_goes_on_with_a_learner_that_lives(run, when):
     assert summary["rollouts"]["lost"] == 0
     assert len(summary["reward"]["per_update"]) == 4
     assert summary["tokens"]["sampled"] == 48 == summary["tokens"]["trained"]
+
+
+def test_a_service_that_is_killed_before_its_first_request_starts_the_run_all_the_same(run):
+    run = run()
+    learner = run.learner
+    with contextlib.closing(LedgerFile(run.runtime.path("ledger.sqlite"))) as file:
+        ledger = Ledger()
+        ledger.stands(Standing())
+        file.write(ledger.changes())
+
+    async def main():
+        async with run.around() as (_, tasks):
+            tasks.start_soon(learner.hello_and_train)
+            with anyio.fail_after(30):
+                await run.serve()
+
+    anyio.run(main)
+    assert learner.updates == 3
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 2 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_run_folder_on_a_full_disk_is_waited_for_and_the_books_are_whole(run, nats_server, small_disk, caplog):
+    run = run.func(nats_server, small_disk, run={"updates": 4})
+    learner, ballast = run.learner, small_disk / "ballast"
+
+    async def training(tasks):
+        await learner.hello()
+        await learner.train(updates=2)
+        tasks.start_soon(making_room)
+        with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)):
+                pass
+        await learner.train()
+
+    async def making_room():
+        await anyio.sleep(1.5)
+        ballast.unlink()
+
+    async def main():
+        async with run.around() as (_, tasks):
+            tasks.start_soon(training, tasks)
+            with anyio.fail_after(60):
+                await run.serve()
+
+    anyio.run(main)
+    assert learner.updates == 4
+    assert "waiting for room on the disk" in caplog.text
+    assert run.rows("SELECT count(*), sum(sampled) FROM calls") == [(32, 48)]
+    assert run.summary()["tokens"]["trained"] == 48
+
+
+def test_a_restart_does_not_wait_for_a_record_that_is_gone_from_the_stream(run):
+    run = run(run={"updates": 4})
+    learner = run.learner
+
+    async def first():
+        await learner.hello()
+        await learner.train(updates=2)
+
+    async def main():
+        async with run.around() as (broker, tasks):
+            await run.serve_until(first)
+            await broker.publish_call(Script("r-999999-0").call([1], [2]))
+            client = await nats.connect(run.server.url, token=run.server.token)
+            await client.jetstream().delete_msg("clawpipe-RECORDS", await broker.last_records_sequence())
+            await client.close()
+            tasks.start_soon(learner.train)
+            with anyio.fail_after(30):
+                await run.serve()
+
+    anyio.run(main)
+    assert learner.updates == 4
 
 
 def test_a_run_that_is_killed_whole_resumes_from_the_checkpoint_and_trains_every_rollout_once(run):

@@ -5,7 +5,16 @@ import numpy as np
 import pytest
 from pipeline_scripts import Script
 
-from clawpipe.pipeline.records import CallEntry, Infra, VersionSpan, float_bytes, int_bytes
+from clawpipe.pipeline.records import (
+    AgentFailed,
+    CallEntry,
+    Infra,
+    Scored,
+    TimedOut,
+    VersionSpan,
+    float_bytes,
+    int_bytes,
+)
 from clawpipe.pipeline.soundness import problem
 
 
@@ -91,6 +100,7 @@ def listing(*call_ids, attempt=1):
         listing("r-000000-0.a1.c0", "r-000000-0.a1.c12"),
         listing("r-000000-0.a3.c7", attempt=3),
         Script().manifest(Infra(boundary="sandbox", message="no space")),
+        Script().manifest(Scored(reward=-1e30)),
     ],
 )
 def test_a_manifest_of_its_own_calls_is_sound(manifest):
@@ -108,4 +118,19 @@ def test_a_manifest_of_its_own_calls_is_sound(manifest):
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_told_so(manifest, message):
+    assert problem(manifest) == message
+
+
+@pytest.mark.parametrize(
+    ("manifest", "message"),
+    [
+        (Script().manifest(Scored(reward=np.nan)), "its reward is nan"),
+        (Script().manifest(TimedOut(reward=-np.inf)), "its reward is -inf"),
+        (Script().manifest(AgentFailed(reward=1.1e30, message="")), "its reward is 1.1e+30"),
+        (msgspec.structs.replace(Script().manifest(), started_s=np.nan), "its times are 0.0, nan, 3.0"),
+        (msgspec.structs.replace(Script().manifest(), ended_s=np.inf), "its times are 0.0, 1.0, inf"),
+        (msgspec.structs.replace(Script().manifest(), admitted_s=-np.inf), "its times are -inf, 1.0, 3.0"),
+    ],
+)
+def test_a_manifest_with_numbers_that_no_sum_can_take_is_told_so(manifest, message):
     assert problem(manifest) == message

@@ -8,7 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -230,6 +230,10 @@ class RolloutHandle:
     slot: SlotClient
     request: RolloutRequest
     listener: socket.socket  # our own copy stays open, as the supervisor's does
+    attempt: int = 0
+
+    def call_id(self, index: int) -> str:
+        return f"{self.request.rollout_id}.a{self.attempt}.c{index}"
 
     def client(self, **options: Any) -> httpx.AsyncClient:
         port = self.listener.getsockname()[1]
@@ -263,7 +267,7 @@ class Proxy:
         slot = self.slot()
         assigned = await slot.take()
         assert assigned.request == request
-        return await slot.open(request)
+        return replace(await slot.open(request), attempt=assigned.attempt)
 
     async def records(self, number: int) -> list[Any]:
         """The first `number` records of the stream."""

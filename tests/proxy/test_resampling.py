@@ -75,9 +75,9 @@ async def test_in_the_manifest_the_failed_one_is_a_call_that_nobody_got(make_pro
         *records, manifest = await proxy.records(4)
     assert again.json()["choices"] == first.json()["choices"]
     assert [(call.call_id, call.delivered) for call in manifest.calls] == [
-        ("r-0.a1.c0", False),
-        ("r-0.a1.c1", True),
-        ("r-0.a1.c2", True),
+        (rollout.call_id(0), False),
+        (rollout.call_id(1), True),
+        (rollout.call_id(2), True),
     ]
     delivered = {call.call_id for call in manifest.calls if call.delivered}
     selection = select(build(resolve(records)), leaf_cap=16, delivered=delivered)

@@ -51,7 +51,7 @@ async def test_a_stream_whose_client_vanished_is_told_again_to_the_next(make_pro
     assert "patience" in said
     assert whole.json()["id"] == events_of(second[0].text)[0]["id"]
     assert len(sampler.prompts) == 1
-    assert [(call.call_id, call.delivered) for call in manifest.calls] == [("r-0.a1.c0", True)]
+    assert [(call.call_id, call.delivered) for call in manifest.calls] == [(rollout.call_id(0), True)]
 
 
 async def test_many_that_ask_the_same_at_the_same_time_share_one_sample(make_proxy, sampler):

@@ -90,7 +90,7 @@ async def test_the_second_call_extends_the_first_by_sampled_ids(make_proxy, samp
     new = "\n<|im_start|>user\n<tool_response>\na\nb\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     before = sampler.prompts[0] + sampler.said[0].ids.tolist()
     assert sampler.prompts[1] == before + sampler.ids(new)
-    assert records[1].parent == "r-0.a1.c0"
+    assert records[1].parent == rollout.call_id(0)
     assert records[1].parent_tokens == len(before)
     assert records[1].graft_broken is None
     assert ints(records[1].prompt_delta).tolist() == sampler.ids(new)
@@ -109,7 +109,8 @@ async def test_a_turn_that_the_harness_wrote_itself_is_text_and_says_why(make_pr
     text = "<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
     assert sampler.prompts[1] == sampler.prompts[0] + sampler.ids("uno") + sampler.ids(text)
     assert records[1].graft_broken == "foreign"
-    assert prompt_of(records[1], {"r-0.a1.c0": sampler.prompts[0] + sampler.said[0].ids.tolist()}) == sampler.prompts[1]
+    first = sampler.prompts[0] + sampler.said[0].ids.tolist()
+    assert prompt_of(records[1], {rollout.call_id(0): first}) == sampler.prompts[1]
 
 
 @pytest.mark.parametrize(

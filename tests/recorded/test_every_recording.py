@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import pytest
 
@@ -55,32 +56,27 @@ def test_every_call_is_spelled_as_it_was_recorded(harness: str, scenario: str) -
         assert placed.call.call_id == call_id(call.number)
 
 
-@pytest.mark.parametrize("auxiliary", [False, True])
 @pytest.mark.parametrize(("harness", "scenario"), RECORDINGS)
-def test_a_trained_block_stands_behind_what_its_call_was_asked(harness: str, scenario: str, auxiliary: bool) -> None:
+def test_a_trained_block_stands_behind_what_its_call_was_asked(harness: str, scenario: str) -> None:
     calls = conversation(harness, scenario)
     table = {}
-    contexts = {c.number: (ids(c.prompt, table).tolist(), ids(c.completion, table).tolist()) for c in calls}
-    seen = set()
-    for part in selection(calls, auxiliary=auxiliary).parts:
-        for branch in part.branches:
-            tokens = branch.tokens.tolist()
+    contexts = {c.number: ids(c.prompt, table).tolist() + ids(c.completion, table).tolist() for c in calls}
+    starts = {c.number: len(c.prompt) for c in calls}
+    for auxiliary in (False, True):
+        seen = set()
+        for branch in (branch for part in selection(calls, auxiliary=auxiliary).parts for branch in part.branches):
             for entry, value in zip(branch.entries.tolist(), branch.logprobs.tolist(), strict=True):
                 number, place = sampled_as(value)
-                prompt, completion = contexts[number]
-                assert tokens[: entry + 1] == (prompt + completion)[: len(prompt) + place + 1]
+                assert branch.tokens[: entry + 1].tolist() == contexts[number][: starts[number] + place + 1]
                 assert (number, place) not in seen
                 seen.add((number, place))
 
 
-@pytest.mark.parametrize("leaf_cap", [1, ALL])
-@pytest.mark.parametrize("auxiliary", [False, True])
 @pytest.mark.parametrize(("harness", "scenario"), RECORDINGS)
-def test_every_sampled_block_is_trained_or_dropped_for_a_reason(
-    harness: str, scenario: str, auxiliary: bool, leaf_cap: int
-) -> None:
+def test_every_sampled_block_is_trained_or_dropped_for_a_reason(harness: str, scenario: str) -> None:
     calls = conversation(harness, scenario)
-    found = selection(calls, auxiliary=auxiliary, leaf_cap=leaf_cap)
-    assert [fate.sampled for fate in found.fates] == [len(call.completion) for call in calls]
-    assert all(fate.sampled == fate.kept + sum(fate.dropped.values()) for fate in found.fates)
-    assert sum(fate.kept for fate in found.fates) == found.num_kept
+    for auxiliary, leaf_cap in product((False, True), (1, ALL)):
+        found = selection(calls, auxiliary=auxiliary, leaf_cap=leaf_cap)
+        assert [fate.sampled for fate in found.fates] == [len(call.completion) for call in calls]
+        assert all(fate.sampled == fate.kept + sum(fate.dropped.values()) for fate in found.fates)
+        assert sum(fate.kept for fate in found.fates) == found.num_kept

@@ -21,7 +21,7 @@ class Take(Struct, frozen=True, kw_only=True, tag="take"):
 
 
 class Assigned(Struct, frozen=True, kw_only=True, tag="assigned"):
-    """Run this. `attempt` counts the deliveries of the request, from 1."""
+    """Run this. `attempt` tells this delivery of the request from all others."""
 
     request: RolloutRequest
     attempt: int

@@ -112,7 +112,7 @@ def empty_forest() -> ForestTensors:
 
 
 def restrict(forest: ForestTensors, keep_R: Tensor) -> ForestTensors:
-    """The part of a forest that the entries of some rollouts need: those entries, their tokens and ancestors.
+    """The part of a forest that the entries of some rows need: those entries, their tokens and ancestors.
 
     `keep_R` is bool [R]. Token j is needed when a kept entry lies in its subtree [j, end[j]).
     """
@@ -159,7 +159,7 @@ def share(
 ) -> list[ForestTensors]:
     """This rank's forests out of `size` data-parallel ranks: equally many for each, the n-th ones alike in cost.
 
-    Every rank computes the same distribution. Too few forests are split by rollouts first; what is then
+    Every rank computes the same distribution. Too few forests are split by rows first; what is then
     missing are empty forests.
     """
     ranked = sorted(_at_least(forests, size, cost), key=cost, reverse=True)
@@ -192,7 +192,7 @@ def flops(*, params_per_token: int, attention_width: int) -> Callable[[ForestTen
 def _at_least(
     forests: Sequence[ForestTensors], size: int, cost: Callable[[ForestTensors], float]
 ) -> list[ForestTensors]:
-    """The forests, the dearest halved by rollouts until there are `size` or nothing can be halved."""
+    """The forests, the dearest halved by rows until there are `size` or nothing can be halved."""
     parts = list(forests)
     while parts and len(parts) < size:
         dearest = max(parts, key=lambda forest: (len(_rows(forest.entry_rollout_E)) > 1, cost(forest)))

@@ -30,7 +30,7 @@ from clawpipe.pipeline.records import (
 
 LEASE_WAIT_S = 1.0  # how long a lease waits for a batch before NotYet
 FINAL_COMMIT_S = 600.0  # from Finished to the learner's last checkpoint
-FAREWELL_S = 2.0  # a learner whose last checkpoint is written already says nothing more
+FAREWELL_S = 3.0  # a learner whose last checkpoint is written asks again at most, after learner_line.ASK_AGAIN_S
 
 
 class Answers:

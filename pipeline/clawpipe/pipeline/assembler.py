@@ -2,7 +2,8 @@
 
 Records come in any order and may come twice. A rollout is closed when every call of its manifest is there; one
 whose manifest waits for longer than `close_timeout_s` is dropped by name. What waits here is bounded by
-admission: only admitted rollouts have records. The caller passes the time, which must stand still while the
+admission: only admitted rollouts have records. Of a closed rollout its name is kept for as long as the process
+lives, and what came of it until `forget_calls`. The caller passes the time, which must stand still while the
 caller takes nothing from the stream, since a missing call may lie in what it has not taken.
 
 A record that contradicts itself, or another copy of its call, is set aside by the caller. The call counts as
@@ -23,8 +24,7 @@ import msgspec
 
 from clawpipe.pipeline import soundness
 from clawpipe.pipeline.closing import Rollout as Rollout
-from clawpipe.pipeline.closing import all_dropped, name_of
-from clawpipe.pipeline.closing import close as close
+from clawpipe.pipeline.closing import all_dropped, close, name_of
 from clawpipe.pipeline.closing import num_sampled as num_sampled
 from clawpipe.pipeline.leaf_caps import LeafCaps
 from clawpipe.pipeline.records import CallRecord, RolloutManifest

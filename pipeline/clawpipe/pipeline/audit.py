@@ -52,7 +52,8 @@ def audit(run_dir: Path, *, goes_on: bool) -> Audit:
     """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir}: there is no such folder; give the folder of a run")
-    summary = _summary(run_dir / "summary.json")  # before the ledger, which is complete when there is one
+    # While the run goes on there may be one of a service that was started anew since.
+    summary = None if goes_on else _summary(run_dir / "summary.json")
     with reading(run_dir / "ledger.sqlite") as ledger:
         config = configuration.restore(run_dir / "config.json")
         stored = ledger.read()

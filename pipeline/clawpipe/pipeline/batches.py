@@ -36,9 +36,9 @@ class Built:
     groups: tuple[ReadyGroup, ...]
     body: bytes  # msgpack of a Batch
     digest: str
-    set_aside: dict[str, dict[DropReason, int]]  # rollout id -> why -> kept tokens that are not trained, if any
-    reward_mean: float  # of the rollouts
-    num_entries: int
+    set_aside: dict[str, dict[DropReason, int]]  # rollout id -> reason -> kept tokens that are not trained, if any
+    reward_mean: float  # over the rollouts, each once
+    num_entries: int  # loss entries, stale ones too
     groups_without_spread: int  # whose main conversations have no advantage
     staleness_mean: float  # of the tokens that are not over max_staleness
     staleness_max: int
@@ -89,9 +89,7 @@ class Recipe:
         rows = tuple(line.row for line in lines)
         body = msgspec.msgpack.encode(Batch(batch_id=batch_id, version=version, rollouts=rows, forests=forests))
         staleness = [_staleness(line, version) for line in lines]
-        used = [steps for line, steps in zip(lines, staleness, strict=True) if line.used]
-        counted = np.concatenate([np.empty(0, np.int64), *used])
-        counted = counted[counted <= self.max_staleness]
+        counted = self._counted(lines, staleness)
         return Built(
             batch_id=batch_id,
             version=version,
@@ -118,9 +116,15 @@ class Recipe:
                 used = credit.spread is Spread.SPREAD
                 yield _Line(_row(group, rollout, part, advantage, used), part, credit.spread)
 
+    def _counted(self, lines: Sequence[_Line], staleness: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+        """The staleness of every token that the learner will train."""
+        used = [steps[steps <= self.max_staleness] for line, steps in zip(lines, staleness, strict=True) if line.used]
+        return np.concatenate([np.empty(0, np.int64), *used])
+
     def _set_aside(
         self, lines: Sequence[_Line], staleness: Sequence[npt.NDArray[np.int64]]
     ) -> dict[str, dict[DropReason, int]]:
+        """`Built.set_aside`: all kept tokens of a row without credit, else those that are stale."""
         found: dict[str, dict[DropReason, int]] = {}
         for line, steps in zip(lines, staleness, strict=True):
             reason = DropReason.STALE if line.used else DropReason(line.spread.value)

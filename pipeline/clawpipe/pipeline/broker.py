@@ -1,9 +1,9 @@
 """What clawpipe says to NATS and hears from it: records, requests, weights, dead letters, control, the learner.
 
-Streams (prefix P; limits in `streams`): P-REQUESTS, a work queue of RolloutRequest; P-RECORDS, one ordered stream
-of CallRecord and RolloutManifest, the truth about a run, whose large bodies are blobs in P-BLOBS (`claims`);
-P-WEIGHTS, weight versions and the engines' reports of them; P-DEADLETTERS, what cannot be used. The bucket
-P-CONTROL holds one EngineState per engine and the drain mark. The learner asks by request and reply.
+Streams (prefix P; limits in `streams`): P-REQUESTS (`work_queue`); P-RECORDS, one ordered stream of CallRecord and
+RolloutManifest, the truth about a run, whose large bodies are blobs in P-BLOBS (`claims`); P-WEIGHTS (`weights`);
+P-DEADLETTERS (`dead_letters`). The bucket P-CONTROL holds one EngineState per engine and the drain mark
+(`control`). The learner asks by request and reply (`learner_line`).
 
 Everything here is asyncio (nats-py is). A lost connection, a full stream and a full disk are waited for
 (`patience`); readers go on at the sequence they had reached (`stream_reader`).
@@ -13,25 +13,28 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import TypeVar
 
 import anyio
-import msgspec
 import nats
 import nats.errors
 import nats.js.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
-from nats.js.api import PubAck, StreamInfo
+from nats.js.api import StreamInfo
 
 from clawpipe.pipeline import entries, learner_line
-from clawpipe.pipeline.claims import Claims, MissingBlobError, claim_for
+from clawpipe.pipeline.claims import Claims, MissingBlobError
 from clawpipe.pipeline.config import NatsConfig
 from clawpipe.pipeline.control import Control
+from clawpipe.pipeline.dead_letters import DeadLetters
 from clawpipe.pipeline.errors import BrokerError
+from clawpipe.pipeline.nats_client import LenientClient
 from clawpipe.pipeline.observe import EventLog
-from clawpipe.pipeline.patience import Patience
+from clawpipe.pipeline.patience import Pace, Patience
+from clawpipe.pipeline.publishing import STORE_TIMEOUT_S, Publisher, message_id
 from clawpipe.pipeline.records import (
     CallRecord,
     DeadLetter,
@@ -46,41 +49,38 @@ from clawpipe.pipeline.records import (
     encode,
 )
 from clawpipe.pipeline.runtime import Runtime
-from clawpipe.pipeline.stream_reader import LOST, read_stream
-from clawpipe.pipeline.streams import CLAIM_BYTES, Names, all_streams, ensure, runners
+from clawpipe.pipeline.stream_reader import read_stream
+from clawpipe.pipeline.streams import Names, all_streams, ensure, runners
+from clawpipe.pipeline.weights import Weights
 from clawpipe.pipeline.work_queue import PULL_WAIT_S, Delivery, WorkQueue
 
 __all__ = ["Broker", "Delivery"]
 
 T = TypeVar("T")
 
-STORE_TIMEOUT_S = 30.0
 ASK_TIMEOUT_S = 60.0  # until the server answers a question about its streams: it may be starting again
-REQUEST_TIMEOUT_S = 5.0  # of one try; one that went down with the connection is made again
-CHUNK_TIMEOUT_S = 2.0
-POLL_S = 0.2
-NEWEST_LETTERS = 1000
 MAX_KEPT = 1 / 4  # of the record stream, by records that are done with: the rest is for those that are not
-ID_HEADER = "Nats-Msg-Id"
-
-_decode_weights = msgspec.msgpack.Decoder(WeightVersion).decode
-_decode_push = msgspec.msgpack.Decoder(PushReport).decode
-_decode_letter = msgspec.msgpack.Decoder(DeadLetter).decode
 
 
 class Broker:
     """One connection to NATS. Make it with `Broker.connect`; call `setup` once per run before anything else."""
 
-    def __init__(self, client: Client, prefix: str, log: EventLog) -> None:
+    def __init__(self, client: Client, prefix: str, log: EventLog, pace: Pace) -> None:
+        js = client.jetstream(timeout=pace.request_s)
+        names = Names(prefix)
+        storing = Patience(client, log, "store records", pace)
         self._client = client
-        self._js: JetStreamContext = client.jetstream(timeout=REQUEST_TIMEOUT_S)
-        self._prefix = prefix
-        self._names = Names(prefix)
-        self._storing = Patience(client, log, "store records")
-        self._asking = Patience(client, log, "answer")
-        self._claims = Claims(client.jetstream(timeout=CHUNK_TIMEOUT_S), self._names)
-        self._queue = WorkQueue(self._js, self._names, self.set_aside)
-        self._control = Control(client, self._js, self._names, self._storing)
+        self._log = log
+        self._pace = pace
+        self._js: JetStreamContext = js
+        self._names = names
+        self._asking = Patience(client, log, "answer", pace)
+        self._claims = Claims(client.jetstream(timeout=pace.first_try_s), names)
+        self._publisher = Publisher(client, js, self._claims, storing)
+        self._dead_letters = DeadLetters(js, names, self._publisher)
+        self._weights = Weights(client, js, names, self._publisher, log)
+        self._queue = WorkQueue(js, names, self.set_aside)
+        self._control = Control(client, js, names, storing, log)
 
     @classmethod
     @asynccontextmanager
@@ -92,35 +92,15 @@ class Broker:
         prefix: str = "clawpipe",
         timeout_s: float = 10.0,
         log: EventLog | None = None,
+        pace: Pace | None = None,
     ) -> AsyncIterator[Broker]:
         """Connects, and closes at the end. BrokerError when no server answers within `timeout_s`.
 
         `log` hears when NATS is waited for.
         """
-
-        async def quiet(_: Exception) -> None:
-            """Errors reach the caller of the operation; nats-py's own printing would only repeat them."""
-
-        client = Client()
+        client = await _connected(url, token, timeout_s)
         try:
-            with anyio.fail_after(timeout_s):
-                await client.connect(
-                    url,
-                    token=token or None,
-                    error_cb=quiet,
-                    connect_timeout=int(max(1, timeout_s)),
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=1,
-                    allow_reconnect=True,
-                    max_outstanding_pings=20,
-                    pending_size=64 * 1024 * 1024,
-                )
-        except (TimeoutError, OSError, nats.errors.Error) as err:
-            raise BrokerError(
-                f"NATS at {url}: no connection ({err or 'timed out'}); check [nats] url and that the server runs"
-            ) from err
-        try:
-            yield cls(client, prefix, log or EventLog("broker"))
+            yield cls(client, prefix, log or EventLog("broker"), pace or Pace())
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(5), suppress(nats.errors.Error, OSError):
                 await client.close()
@@ -149,7 +129,7 @@ class Broker:
 
     async def publish_request(self, request: RolloutRequest) -> None:
         """Puts a rollout onto the work queue; the same rollout twice within two minutes is stored once."""
-        await self._publish(self._names.request_subject, encode(request), request.rollout_id)
+        await self._publisher.publish(self._names.request_subject, encode(request), request.rollout_id)
 
     async def pull_request(self, timeout_s: float = PULL_WAIT_S) -> Delivery | None:
         """Takes the next request, or None when there is none within `timeout_s`; unreadable ones are set aside."""
@@ -172,40 +152,57 @@ class Broker:
 
     async def publish_call(self, record: CallRecord, timeout_s: float = STORE_TIMEOUT_S) -> None:
         """Stores a call. Returns when JetStream has it; BrokerError after `timeout_s` of trying."""
-        subject = f"{self._prefix}.records.call.{record.rollout_id}"
-        await self._publish_record(subject, encode(record), record.call_id, timeout_s)
+        subject = f"{self._names.prefix}.records.call.{record.rollout_id}"
+        await self._publisher.publish_record(subject, encode(record), record.call_id, timeout_s)
 
     async def publish_manifest(self, manifest: RolloutManifest, timeout_s: float = STORE_TIMEOUT_S) -> None:
         """Stores a manifest, as `publish_call` does a call."""
-        subject = f"{self._prefix}.records.manifest.{manifest.rollout_id}"
+        subject = f"{self._names.prefix}.records.manifest.{manifest.rollout_id}"
         message_id = f"{manifest.rollout_id}.a{manifest.attempt}.manifest"
-        await self._publish_record(subject, encode(manifest), message_id, timeout_s)
+        await self._publisher.publish_record(subject, encode(manifest), message_id, timeout_s)
 
     async def records(self, start_sequence: int = 1) -> AsyncGenerator[entries.Entry, None]:
         """The record stream from `start_sequence` on, in its order, bad messages included; never ends.
 
         Back-pressure is the iterator itself: nothing more is fetched than the caller takes.
         """
-        subjects = f"{self._prefix}.records.>"
+        stream, subjects, wait_s = self._names.records, self._names.record_subjects, self._pace.fetch_s
         async with aclosing(
-            read_stream(self._client, self._js, self._names.records, subjects, start_sequence)
+            read_stream(self._client, self._js, stream, subjects, start_sequence, wait_s=wait_s)
         ) as messages:
             async for sequence, msg in messages:
                 if msg.subject.endswith(".claim"):
                     yield await self._claimed(sequence, msg)
                 else:
-                    yield entries.read(sequence, msg.subject, _message_id(msg), msg.data)
+                    yield entries.read(sequence, msg.subject, message_id(msg), msg.data)
 
     async def _claimed(self, sequence: int, msg: Msg) -> entries.Entry:
         try:
             body = await self._claims.body(msg.data)
         except MissingBlobError as err:
-            return entries.bad(sequence, msg.subject, _message_id(msg), msg.data, Flaw.MISSING_BLOB, str(err))
-        return entries.read(sequence, msg.subject, _message_id(msg), body)
+            return entries.bad(sequence, msg.subject, message_id(msg), msg.data, Flaw.MISSING_BLOB, str(err))
+        return entries.read(sequence, msg.subject, message_id(msg), body)
 
     async def last_records_sequence(self) -> int:
-        """Sequence of the newest record; 0 when there is none yet."""
-        return int((await self._info(self._names.records)).state.last_seq)
+        """Sequence of the newest record, which a reader will come to; 0 when there was none yet.
+
+        One that is damaged on the disk, or deleted by hand, is given to no reader, and is not meant.
+        """
+        state = (await self._info(self._names.records)).state
+        last = int(state.last_seq)
+        while state.messages and last >= state.first_seq and not await self._has_record(last):
+            last -= 1
+        return last
+
+    async def _has_record(self, sequence: int) -> bool:
+        return await self._ask(partial(self._is_there, sequence), f"read record {sequence}")
+
+    async def _is_there(self, sequence: int) -> bool:
+        try:
+            await self._js.get_msg(self._names.records, sequence)
+        except nats.js.errors.NotFoundError:
+            return False
+        return True
 
     async def has_records(self, from_sequence: int) -> bool:
         """Whether the stream holds a record with this sequence or a later one."""
@@ -238,74 +235,37 @@ class Broker:
 
     async def set_aside(self, letter: DeadLetter) -> None:
         """Stores a message that cannot be used; the same one again takes its own place. Long bodies are cut."""
-        place = letter.sequence if letter.subject != self._names.request_subject else f"request-{letter.sequence}"
-        subject = f"{self._prefix}.dead.{letter.flaw}.{place}"
-        await self._publish(subject, encode(entries.cut(letter)), subject)
+        await self._dead_letters.set_aside(letter)
 
     async def dead_letters(self) -> dict[str, int]:
         """How many messages are set aside, by flaw; at most the newest 10,000 are kept."""
-        counts: dict[str, int] = {}
-        info = await self._info(self._names.dead_letters, f"{self._prefix}.dead.>")
-        for subject, count in (info.state.subjects or {}).items():
-            flaw = subject.split(".")[2]
-            counts[flaw] = counts.get(flaw, 0) + count
-        return counts
+        return await self._ask(self._dead_letters.counts, "count the dead letters")
 
     async def read_dead_letters(self) -> tuple[DeadLetter, ...]:
         """The newest 1000 letters, oldest first."""
-        return await self._ask(self._read_letters, "give the dead letters")
-
-    async def _read_letters(self) -> tuple[DeadLetter, ...]:
-        state = (await self._js.stream_info(self._names.dead_letters)).state
-        found: list[DeadLetter] = []
-        start = max(state.first_seq, state.last_seq - NEWEST_LETTERS + 1)
-        while state.messages and start <= state.last_seq:
-            try:
-                raw = await self._js.get_msg(self._names.dead_letters, start, f"{self._prefix}.dead.>", next=True)
-            except nats.js.errors.NotFoundError:
-                break
-            with suppress(msgspec.MsgspecError):
-                found.append(_decode_letter(raw.data or b""))
-            start = (raw.seq or start) + 1
-        return tuple(found)
+        return await self._ask(self._dead_letters.newest, "give the dead letters")
 
     # Weights ---------------------------------------------------------------------------------------------
 
     async def publish_weights(self, weights: WeightVersion) -> None:
         """Announces a staged weight version."""
-        await self._publish(f"{self._prefix}.weights.staged", encode(weights), f"v{weights.version}")
+        await self._weights.announce(weights)
 
     async def last_weights(self) -> WeightVersion | None:
         """The newest version ever announced in this run, or None."""
-        try:
-            raw = await self._js.get_last_msg(self._names.weights, f"{self._prefix}.weights.staged")
-        except nats.js.errors.NotFoundError:
-            return None
-        return _decode_weights(raw.data or b"")
+        return await self._ask(self._weights.last, "give the newest weight version")
 
-    async def weights(self) -> AsyncIterator[WeightVersion]:
-        """The newest version, then every newer one as it comes; a slow reader skips to the newest."""
-        seen: int | None = None
-        while True:
-            newest = None
-            with suppress(*LOST):
-                newest = await self.last_weights()
-            if newest is not None and (seen is None or newest.version > seen):
-                seen = newest.version
-                yield newest
-            await anyio.sleep(POLL_S)
+    def weights(self) -> AsyncIterator[WeightVersion]:
+        """The newest version, then every newer one as it comes; a slow reader skips to the newest. Never ends."""
+        return self._weights.follow()
 
     async def report_push(self, report: PushReport) -> None:
         """An engine says that it has taken a version."""
-        message_id = f"{report.engine}.v{report.version}.{report.applied_s}"
-        await self._publish(f"{self._prefix}.weights.applied", encode(report), message_id)
+        await self._weights.report(report)
 
-    async def pushes(self) -> AsyncIterator[PushReport]:
+    def pushes(self) -> AsyncIterator[PushReport]:
         """All push reports of the run from its start, then new ones; never ends."""
-        subject = f"{self._prefix}.weights.applied"
-        async with aclosing(read_stream(self._client, self._js, self._names.weights, subject)) as messages:
-            async for _, msg in messages:
-                yield _decode_push(msg.data)
+        return self._weights.reports()
 
     # Control ---------------------------------------------------------------------------------------------
 
@@ -336,40 +296,13 @@ class Broker:
 
         BrokerError after `timeout_s` without a reply. A message may arrive twice; the service answers alike.
         """
-        return await learner_line.ask(self._client, f"{self._prefix}.learner", message, timeout_s)
+        return await learner_line.ask(self._client, f"{self._names.prefix}.learner", message, timeout_s)
 
     async def serve_learner(self, handler: Callable[[LearnerMessage], Awaitable[LearnerReply]]) -> None:
         """The service's side: answers one message after the other; never ends."""
-        await learner_line.serve(self._client, f"{self._prefix}.learner", handler)
+        await learner_line.serve(self._client, f"{self._names.prefix}.learner", handler, self._log)
 
     # Shared ----------------------------------------------------------------------------------------------
-
-    async def _publish_record(self, subject: str, body: bytes, message_id: str, timeout_s: float) -> None:
-        """The record itself, or its blob and then a claim to it."""
-        if len(body) <= CLAIM_BYTES:
-            await self._publish(subject, body, message_id, timeout_s)
-            return
-        claim = claim_for(message_id, body)
-
-        async def attempt(limit_s: float) -> None:
-            await self._claims.put(claim, body, limit_s)
-
-        await self._storing.until_done(attempt, f"store the body of {message_id}", timeout_s)
-        await self._publish(f"{subject}.claim", encode(claim), message_id, timeout_s)
-
-    async def _publish(self, subject: str, data: bytes, message_id: str, timeout_s: float = STORE_TIMEOUT_S) -> None:
-        headers = {ID_HEADER: message_id}
-
-        async def attempt(limit_s: float) -> PubAck:
-            return await self._js.publish(subject, data, timeout=limit_s, headers=headers)
-
-        try:
-            await self._storing.until_done(attempt, f"store {message_id} on {subject}", timeout_s)
-        except (nats.js.errors.BadRequestError, nats.errors.MaxPayloadError) as err:
-            raise BrokerError(
-                f"NATS refuses {message_id} with {len(data)} bytes on {subject} ({err}); the server must take "
-                f"messages of {CLAIM_BYTES} bytes: raise its max_payload (now {self._client.max_payload})"
-            ) from err
 
     async def _ask(self, read: Callable[[], Awaitable[T]], what: str) -> T:
         """What `read` gives. It may be repeated, and has a time limit of its own."""
@@ -381,13 +314,35 @@ class Broker:
             return await self._asking.until_done(attempt, what, ASK_TIMEOUT_S)
         except nats.js.errors.NotFoundError as err:
             raise BrokerError(
-                f"NATS cannot {what} ({err.description}); check that [nats] prefix {self._prefix!r} is the one of the "
-                "run, and that the run was started"
+                f"NATS cannot {what} ({err.description}); check that [nats] prefix {self._names.prefix!r} is the one "
+                "of the run, and that the run was started"
             ) from err
 
-    async def _info(self, stream: str, subjects: str | None = None) -> StreamInfo:
-        return await self._ask(lambda: self._js.stream_info(stream, subjects), f"tell the state of {stream}")
+    async def _info(self, stream: str) -> StreamInfo:
+        return await self._ask(lambda: self._js.stream_info(stream), f"tell the state of {stream}")
 
 
-def _message_id(msg: Msg) -> str:
-    return (msg.headers or {}).get(ID_HEADER, "")
+async def _connected(url: str, token: str, timeout_s: float) -> Client:
+    """Errors reach the caller of the operation that fails: nats-py's own printing would only repeat them."""
+
+    async def quiet(_: Exception) -> None: ...
+
+    client = LenientClient()
+    try:
+        with anyio.fail_after(timeout_s):
+            await client.connect(
+                url,
+                token=token or None,
+                error_cb=quiet,
+                connect_timeout=int(max(1, timeout_s)),
+                max_reconnect_attempts=-1,
+                reconnect_time_wait=1,
+                allow_reconnect=True,
+                max_outstanding_pings=20,
+                pending_size=64 * 1024 * 1024,
+            )
+    except (TimeoutError, OSError, nats.errors.Error) as err:
+        raise BrokerError(
+            f"NATS at {url}: no connection ({err or 'timed out'}); check [nats] url and that the server runs"
+        ) from err
+    return client

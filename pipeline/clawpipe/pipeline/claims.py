@@ -1,9 +1,13 @@
 """Records that are too large for a message: the body as a blob in the object store, a claim in its place.
 
 A blob's name holds its digest, so a blob is never overwritten, a repeated put is none, and the body that comes
-back is proven to be the one that went in. Blobs lie as NATS's clients lay objects out (chunks, and a description
-behind them), but are put, read and deleted here: nats-py leaves the chunks of a put that was cut short, waits for
-ever for a chunk that is gone, and leaves a mark for ever of what it deletes.
+back is proven to be the one that went in.
+
+Blobs lie as NATS's clients lay objects out (chunks, and a description behind them), and any client reads them. But
+they are put, read and deleted here. nats-py's object store with a time limit around it would not do:
+- a put that is cut short leaves its chunks under a random name, which nobody finds; ours are named by the digest;
+- a get that is cut short, as it waits for a chunk that is gone, leaves its subscription;
+- a delete leaves a mark, and as many marks as there were blobs fill the bucket in the end.
 """
 
 from __future__ import annotations
@@ -22,11 +26,12 @@ from msgspec import Meta, Struct
 from nats.js import JetStreamContext
 from nats.js.api import ObjectInfo, ObjectMetaOptions
 
+from clawpipe.pipeline.decoding import UNREADABLE
+from clawpipe.pipeline.entries import digest_of
 from clawpipe.pipeline.stream_reader import LOST, RETRY_S
 from clawpipe.pipeline.streams import Names
 
 ORPHAN_AGE = timedelta(hours=1)  # far longer than from a blob to its claim
-DIGEST_BYTES = 16
 CHUNK_BYTES = 128 * 1024  # what NATS's own clients take
 
 
@@ -34,7 +39,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     """What is stored in the place of a large record."""
 
     blob: str  # name in the object store: "<message id>-<digest>"
-    digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # blake2b of the body
+    digest: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]  # `digest_of` the body
     num_bytes: int
 
 
@@ -57,11 +62,6 @@ def claim_for(message_id: str, body: bytes) -> Claim:
     """The claim of a body."""
     digest = digest_of(body)
     return Claim(blob=f"{message_id}-{digest}", digest=digest, num_bytes=len(body))
-
-
-def digest_of(body: bytes) -> str:
-    """blake2b in hexadecimal digits."""
-    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).hexdigest()
 
 
 class Claims:
@@ -108,7 +108,7 @@ class Claims:
         """The body that the claim stands for. MissingBlobError; waits for a server that cannot be reached."""
         try:
             claim = _decode_claim(stub)
-        except msgspec.MsgspecError as err:
+        except UNREADABLE as err:
             raise MissingBlobError(f"its claim cannot be read: {err}") from err
         while True:
             try:
@@ -117,7 +117,7 @@ class Claims:
                 raise MissingBlobError(f"blob {claim.blob} is not in the object store") from err
             except LOST:
                 await anyio.sleep(RETRY_S)
-            except (nats.js.errors.Error, msgspec.MsgspecError) as err:
+            except (nats.js.errors.Error, *UNREADABLE) as err:
                 raise MissingBlobError(f"blob {claim.blob} cannot be read: {err}") from err
 
     async def _read(self, claim: Claim) -> bytes:
@@ -160,7 +160,7 @@ class Claims:
             sequence = raw.seq or sequence + 1
             if below is not None and sequence >= below:
                 break
-            with suppress(msgspec.MsgspecError):
+            with suppress(*UNREADABLE):
                 found.append(_decode_claim(raw.data or b""))
         return found
 

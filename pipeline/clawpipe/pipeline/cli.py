@@ -22,8 +22,9 @@ from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.checks import run_checks
 from clawpipe.pipeline.errors import ClawpipeError, ConfigError, one_line
-from clawpipe.pipeline.launch import Ended, Launch, is_running, launch
+from clawpipe.pipeline.launch import Ended, Launch, launch
 from clawpipe.pipeline.observe import start_log, steps
+from clawpipe.pipeline.run_folder import is_running
 from clawpipe.pipeline.screen import make_screen, status_lines, summary_lines
 
 HELP = "Trains a language model with reinforcement learning inside real, unmodified agent harnesses."

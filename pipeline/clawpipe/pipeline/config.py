@@ -27,6 +27,12 @@ from clawpipe.pipeline.harness_tables import McpConfig as McpConfig
 from clawpipe.pipeline.harness_tables import OpenClawConfig as OpenClawConfig
 from clawpipe.pipeline.harness_tables import OpenCodeConfig as OpenCodeConfig
 from clawpipe.pipeline.harness_tables import QwenCodeConfig as QwenCodeConfig
+from clawpipe.pipeline.learner_tables import AlgorithmConfig as AlgorithmConfig
+from clawpipe.pipeline.learner_tables import CorrectionConfig as CorrectionConfig
+from clawpipe.pipeline.learner_tables import GrpoConfig as GrpoConfig
+from clawpipe.pipeline.learner_tables import LearnerConfig as LearnerConfig
+from clawpipe.pipeline.learner_tables import ParallelConfig as ParallelConfig
+from clawpipe.pipeline.learner_tables import PpoConfig as PpoConfig
 from clawpipe.pipeline.tables import Fraction, Name, NonNegative, Port, Positive, Seconds, Table
 
 
@@ -103,7 +109,8 @@ class NatsConfig(Table, frozen=True, kw_only=True):
     port: Port = 0  # of the embedded server; 0: a free one
     prefix: Annotated[str, Meta(pattern="^[a-zA-Z0-9_-]+$")] = "clawpipe"  # of all streams and subjects
     max_store_bytes: Annotated[int, Meta(ge=64 * 1024**2)] = 4 * 1024**3
-    keep_records_bytes: NonNegative = 512 * 1024**2  # of records that are done with, for `clawpipe replay`
+    # So many of the records that are done with stay for `clawpipe replay`; at most a quarter of max_store_bytes.
+    keep_records_bytes: NonNegative = 512 * 1024**2
     connect_timeout_s: Seconds = 10.0
 
 
@@ -196,9 +203,11 @@ class ScheduleConfig(Table, frozen=True, kw_only=True):
     groups_per_step: Positive = 8
     group_size: Positive = 8
     max_staleness: NonNegative = 4
-    refill: bool = True  # a rollout lost to infrastructure is run again
-    min_group: Positive = 1  # a group with fewer usable rollouts is dropped
-    skip_zero_spread: bool = False  # a group of equal rewards is dropped instead of taking a place in a batch
+    refill: bool = True  # a rollout lost to infrastructure is run again; the third loss in one place closes it
+    # A group with fewer usable rollouts is dropped. GRPO learns nothing from a single one: 2 keeps it out of the batch.
+    min_group: Positive = 1
+    # GRPO: a group of equal rewards is dropped instead of taking a place in a batch. PPO learns from it: no effect.
+    skip_zero_spread: bool = False
 
     def __post_init__(self) -> None:
         if self.min_group > self.group_size:
@@ -222,94 +231,28 @@ class LeafQuantile(Table, frozen=True, kw_only=True):
             raise ValueError(f"at_least = {self.at_least} is more than at_most = {self.at_most}; swap them")
 
 
+WINDOW_GROUPS = 64  # by default
+
+
 class ReplayConfig(Table, frozen=True, kw_only=True):
     """[replay]: the bounded queue between assembler and learner."""
 
-    capacity_tokens: Positive = 50_000_000
+    capacity_tokens: Positive = 50_000_000  # this or capacity_rollouts reached, the record stream is not read on
     capacity_rollouts: Positive = 100_000
     close_timeout_s: Seconds = 120.0  # how long a manifest waits for its calls
-    leaf_cap: Positive | LeafQuantile = 16  # a rollout whose tree has more leaves is dropped whole
-    auxiliary: Literal["exclude", "own_group"] = "exclude"  # sub-agent and compaction calls: left out, or in groups
-    max_reuse: Positive = 1  # how often a group may be trained
-    sampling: Literal["oldest", "windowed"] = "oldest"  # windowed: of the oldest `window_groups` only
-    window_groups: Positive = 64
-
-
-class ParallelConfig(Table, frozen=True, kw_only=True):
-    """[learner.parallel]: Megatron-Core's sizes. `processes` is a multiple of `tensor` and of expert x expert_tensor;
-    `pipeline` must be 1."""
-
-    processes: Positive = 1
-    tensor: Positive = 1
-    expert: Positive = 1
-    expert_tensor: Positive = 1
-    pipeline: Positive = 1
+    leaf_cap: Positive | LeafQuantile = 16  # a rollout whose main conversation has more leaves is dropped whole
+    # Calls of sub-agents and compactions: not trained, or each role measured against the same role of its group.
+    auxiliary: Literal["exclude", "own_group"] = "exclude"
+    max_reuse: Positive = 1  # how often a group may be trained in all
+    # Oldest complete groups first; windowed: only those less than window_groups ahead of the oldest that still runs.
+    sampling: Literal["oldest", "windowed"] = "oldest"
+    window_groups: Positive = WINDOW_GROUPS
 
     def __post_init__(self) -> None:
-        if self.processes % (self.tensor * self.pipeline):
+        if self.sampling == "oldest" and self.window_groups != WINDOW_GROUPS:
             raise ValueError(
-                f"processes = {self.processes} is not a multiple of tensor x pipeline = "
-                f"{self.tensor * self.pipeline}; change one of them"
+                f'window_groups = {self.window_groups} is for sampling = "windowed"; set it, or leave window_groups out'
             )
-        if self.tensor > 1 and self.expert == 1 and self.expert_tensor != self.tensor:
-            raise ValueError(
-                f"tensor = {self.tensor}, expert = 1, expert_tensor = {self.expert_tensor} gives wrong expert "
-                f"gradients: experts would see other tokens than their copies; set expert_tensor = {self.tensor}"
-            )
-        if self.expert > 1 and self.expert_tensor != 1:
-            raise ValueError(
-                f"expert = {self.expert}, expert_tensor = {self.expert_tensor}: the token exchange cannot carry "
-                "unequal counts through both; set expert_tensor = 1"
-            )
-
-
-class LearnerConfig(Table, frozen=True, kw_only=True):
-    """[learner]"""
-
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    threads: Positive = 1
-    lr: Annotated[float, Meta(gt=0)] = 1e-6
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: Annotated[float, Meta(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
-    clip_grad: Annotated[float, Meta(gt=0)] = 1.0
-    pack_tokens: Positive = 8192  # token budget of one forest
-    minibatches: Positive = 1  # optimizer steps per batch
-    max_restarts: NonNegative = 5
-    parallel: ParallelConfig = ParallelConfig()
-
-
-class GrpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo"):
-    """[algorithm] kind = "grpo": advantages from the group; the formula and its sources are in `learner/loss.py`."""
-
-    eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    eps_high: Annotated[float, Meta(gt=0)] = 0.28
-    advantage_eps: Annotated[float, Meta(gt=0)] = 1e-4
-    aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
-
-
-class PpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
-    """[algorithm] kind = "ppo": advantages from a value model of its own, A_t = R - V(s_t).
-
-    The learner has no value model yet: `clawpipe check` says so, and `clawpipe check --offline` takes the recipe.
-    """
-
-    eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    eps_high: Annotated[float, Meta(gt=0)] = 0.28
-    aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
-    value_lr: Annotated[float, Meta(gt=0)] = 5e-6
-    value_pretrain_updates: NonNegative = 10  # in which the value model alone learns
-
-
-AlgorithmConfig = GrpoConfig | PpoConfig
-
-
-class CorrectionConfig(Table, frozen=True, kw_only=True):
-    """[correction]: w = stop_grad(min(rho, c(s))), c(s) = 1 + (cap - 1) * decay**s."""
-
-    kind: Literal["truncated", "none"] = "truncated"
-    cap: Annotated[float, Meta(ge=1)] = 2.0
-    decay: Annotated[float, Meta(gt=0, le=1)] = 1.0
 
 
 class PushConfig(Table, frozen=True, kw_only=True):
@@ -367,6 +310,11 @@ class Config(Table, frozen=True, kw_only=True):
             raise ValueError(
                 f"[replay] window_groups = {self.replay.window_groups} is less than [schedule] groups_per_step = "
                 f"{self.schedule.groups_per_step}: no batch would ever be full; raise window_groups"
+            )
+        if isinstance(self.algorithm, GrpoConfig) and self.schedule.group_size == 1:
+            raise ValueError(
+                '[schedule] group_size = 1 with [algorithm] kind = "grpo": nothing would be trained, since a single '
+                "rollout has no baseline; raise group_size"
             )
         if self.engines.urls and self.engines.count != 1:
             raise ValueError("[engines] count is for embedded engines; leave it out with `urls`")

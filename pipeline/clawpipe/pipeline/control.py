@@ -12,6 +12,8 @@ import nats.js.errors
 from nats.aio.client import Client
 from nats.js import JetStreamContext
 
+from clawpipe.pipeline.decoding import decoded
+from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.patience import Patience
 from clawpipe.pipeline.records import EngineState, encode
 from clawpipe.pipeline.stream_reader import LOST, RETRY_S, read_stream
@@ -27,11 +29,12 @@ _decode_engine = msgspec.msgpack.Decoder(EngineState).decode
 class Control:
     """Writes and watches the bucket."""
 
-    def __init__(self, client: Client, js: JetStreamContext, names: Names, storing: Patience) -> None:
+    def __init__(self, client: Client, js: JetStreamContext, names: Names, storing: Patience, log: EventLog) -> None:
         self._client = client
         self._js = js
         self._bucket = names.control
         self._storing = storing
+        self._log = log
 
     async def set_engine(self, state: EngineState) -> None:
         """Writes the engine's entry."""
@@ -44,8 +47,8 @@ class Control:
         yield states
         async with aclosing(read_stream(self._client, self._js, stream, subjects, position + 1)) as messages:
             async for _, msg in messages:
-                state = _decode_engine(msg.data)
-                if states.get(state.name) != state:
+                state = decoded(_decode_engine, msg.data, msg.subject, self._log)
+                if state is not None and states.get(state.name) != state:
                     states = {**states, state.name: state}
                     yield states
 
@@ -58,8 +61,8 @@ class Control:
             except (*LOST, nats.js.errors.NotFoundError):
                 await anyio.sleep(RETRY_S)
                 continue
-            found = [_decode_engine(entry.data or b"") for entry in entries]
-            return {engine.name: engine for engine in found}, state.last_seq
+            found = [decoded(_decode_engine, entry.data or b"", entry.subject or "", self._log) for entry in entries]
+            return {engine.name: engine for engine in found if engine is not None}, state.last_seq
 
     async def request_drain(self) -> None:
         """Writes the mark."""

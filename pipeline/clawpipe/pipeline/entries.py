@@ -13,12 +13,14 @@ from typing import Any
 
 import msgspec
 
+from clawpipe.pipeline.decoding import UNREADABLE
 from clawpipe.pipeline.records import SCHEMA, CallRecord, DeadLetter, Flaw, RolloutManifest
 
 CALL, MANIFEST = "call", "manifest"
 LETTER_BYTES = 512 * 1024  # of a dead letter's body; the record itself stays in the stream until it is purged
 KEPT_BYTES = 64 * 1024  # of a longer one
 DETAIL_CHARS = 1000
+DIGEST_BYTES = 16
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     CALL: msgspec.msgpack.Decoder(CallRecord),
@@ -76,7 +78,7 @@ def read(sequence: int, subject: str, message_id: str, body: bytes) -> Entry:
         record = _decoders[kind].decode(body)
     except KeyError:
         return bad(sequence, subject, message_id, body, Flaw.UNREADABLE, f"there are no records of kind {kind!r}")
-    except msgspec.MsgspecError as err:
+    except UNREADABLE as err:
         return bad(sequence, subject, message_id, body, *_what_is_wrong(body, err))
     if record.schema > SCHEMA:
         return bad(sequence, subject, message_id, body, Flaw.UNKNOWN_SCHEMA, _newer(record.schema))
@@ -92,12 +94,17 @@ def bad(sequence: int, subject: str, message_id: str, body: bytes, flaw: Flaw, d
     return Entry(sequence, subject, message_id, rollout_id, None, flaw, detail, body)
 
 
+def digest_of(body: bytes) -> str:
+    """blake2b of 16 bytes, in hexadecimal digits."""
+    return hashlib.blake2b(body, digest_size=DIGEST_BYTES).hexdigest()
+
+
 def cut(letter: DeadLetter) -> DeadLetter:
     """The letter in a size that one message holds: of a longer body its beginning, its length and its digest."""
     detail = letter.detail[:DETAIL_CHARS]
     if len(letter.body) <= LETTER_BYTES:
         return msgspec.structs.replace(letter, detail=detail)
-    digest = hashlib.blake2b(letter.body, digest_size=16).hexdigest()
+    digest = digest_of(letter.body)
     detail = f"{detail} [body of {len(letter.body)} bytes, blake2b {digest}, cut to {KEPT_BYTES}]"
     return msgspec.structs.replace(letter, body=letter.body[:KEPT_BYTES], detail=detail)
 
@@ -106,7 +113,7 @@ def _what_is_wrong(body: bytes, err: Exception) -> tuple[Flaw, str]:
     """A newer schema may have fields of other types: then that is the reason, not the type."""
     try:
         schema = _dates.decode(body).schema
-    except msgspec.MsgspecError:
+    except UNREADABLE:
         return Flaw.UNREADABLE, str(err)
     return (Flaw.UNKNOWN_SCHEMA, _newer(schema)) if schema > SCHEMA else (Flaw.UNREADABLE, str(err))
 

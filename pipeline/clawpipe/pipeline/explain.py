@@ -25,6 +25,7 @@ def explain(message: str, config: type) -> str:
     if where.startswith(_KEY):
         table = f"a key of {table}"
     choice = _one_of(config, table) if text.startswith("Invalid") else ""
+    text = text.replace("object`", "table`")
     return f"{table}: {text[:1].lower()}{text[1:]}" + (f"; write {choice}" if choice else "")
 
 

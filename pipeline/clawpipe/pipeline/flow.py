@@ -204,12 +204,20 @@ class Flow:
     # Taking a run up --------------------------------------------------------------------------------------
 
     def take_up(
-        self, cursor: StreamCursor, earlier: Earlier, *, updates: int, version: int, committed_updates: int | None
+        self,
+        cursor: StreamCursor,
+        earlier: Earlier,
+        *,
+        checkpoint: int,
+        updates: int,
+        version: int,
+        committed_updates: int | None,
     ) -> None:
-        """Records from `cursor` on are about to be read again; the learner has made `updates` and holds `version`."""
+        """Records from `cursor` on, which a checkpoint of `checkpoint` updates holds, are about to be read again; the
+        learner has made `updates` and holds `version`."""
         self.holdings.catching_up = True
         self.holdings.updates, self.holdings.version = updates, version
-        self.leases.committed_updates = committed_updates
+        self.leases.checkpoint, self.leases.committed_updates = checkpoint, committed_updates
         self.spans.start_at(cursor.sequence)
         self.intake.take_up(earlier)
 

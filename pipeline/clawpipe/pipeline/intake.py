@@ -109,7 +109,7 @@ class Intake:
             self._set_aside(entry, Flaw(verdict.arrival.value), verdict.detail)
             self._book_useless(entry, key, DropReason.QUARANTINED)
             if verdict.arrival is Arrival.UNSOUND and not isinstance(record, CallRecord):
-                self._lose_open(entry.rollout_id)
+                self._lose_open(entry.rollout_id, verdict.detail)
         elif isinstance(record, CallRecord) and verdict.arrival is Arrival.NEW:
             self._arrived.setdefault(record.rollout_id, {})[record.call_id] = replace(entry, record=None)
             self._holdings.ledger.sampled(record, key)
@@ -124,14 +124,15 @@ class Intake:
         if not entry.message_id.startswith(f"{entry.rollout_id}.a"):
             return None  # nothing that this rollout waits for
         if entry.kind == MANIFEST:
-            self._lose_open(entry.rollout_id)
+            self._lose_open(entry.rollout_id, entry.detail)
             return None
         return self._holdings.assembler.spoil(entry.rollout_id, entry.message_id)
 
-    def _lose_open(self, rollout_id: str) -> None:
+    def _lose_open(self, rollout_id: str, why: str) -> None:
         """Its manifest is of no use."""
         if not self._holdings.assembler.is_closed(rollout_id):
             self.lost(rollout_id, DropReason.MALFORMED)
+            self._count_losses(rollout_id, DropReason.MALFORMED, f"of its manifest: {why}")
 
     def _turn_away(self, entry: Entry) -> None:
         self._holdings.spans.pass_by(entry.sequence)
@@ -171,7 +172,7 @@ class Intake:
             detail=rollout.detail,
         )
         self._advance(key, settlement)
-        self._count_losses(rollout, settlement.reason)
+        self._count_losses(rollout.rollout_id, settlement.reason, rollout.detail)
 
     def _set_orphans_aside(self, rollout: Rollout) -> None:
         arrived = self._arrived.pop(rollout.rollout_id, {})
@@ -225,13 +226,13 @@ class Intake:
             )
             self._without_spread_in_row = 0
 
-    def _count_losses(self, rollout: Rollout, reason: DropReason | None) -> None:
+    def _count_losses(self, rollout_id: str, reason: DropReason | None, detail: str) -> None:
         self._losses_in_row = self._losses_in_row + 1 if reason in INFRASTRUCTURE else 0
         step = self._schedule.groups_per_step * self._schedule.group_size
         if self._losses_in_row >= max(MIN_LOSSES_IN_ROW, step) and not self._holdings.catching_up:
             raise ClawpipeError(
                 f"{self._losses_in_row} rollouts in a row were lost to infrastructure, the last one "
-                f"({rollout.rollout_id}) by {reason}: {rollout.detail}; look into logs/actor.log and logs/proxy.log"
+                f"({rollout_id}) by {reason}: {detail}; look into logs/actor.log and logs/proxy.log"
             )
 
 

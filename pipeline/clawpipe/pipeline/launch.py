@@ -7,15 +7,11 @@ ends when the pipeline service and the learner have ended by themselves.
 
 from __future__ import annotations
 
-import fcntl
-import json
 import shutil
 import signal
 import sysconfig
 import time
-import uuid
-from collections.abc import Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -24,7 +20,6 @@ from typing import Protocol
 import anyio
 import msgspec
 
-from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline import nats_server
 from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
@@ -33,7 +28,8 @@ from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import BrokerError, ClawpipeError, ConfigError
 from clawpipe.pipeline.models import model_folders
 from clawpipe.pipeline.nats_disk import NatsDisk
-from clawpipe.pipeline.processes import free_port, start, sweep
+from clawpipe.pipeline.processes import start, sweep
+from clawpipe.pipeline.run_folder import locked, prepare
 from clawpipe.pipeline.runtime import Runtime
 
 RESTART_PAUSE_S = 1.0
@@ -44,7 +40,6 @@ USER_ERROR = 2  # the exit code of an error that starting again does not mend
 NATS_START_TIMEOUT_S = 30.0
 LEARNER_END_TIMEOUT_S = 30.0
 ERROR_TAIL_BYTES = 4096
-RUN_DIR_NOTE = "run_dir"  # beside staged weights: whose they are
 
 
 class Screen(Protocol):
@@ -91,21 +86,17 @@ class _Run:
         return self.runtime.path("logs", f"{role}.log")
 
 
-async def launch(start_: Launch, screen: Screen) -> Ended:
+async def launch(wanted: Launch, screen: Screen) -> Ended:
     """Runs to the end and says how it ended; nothing is left running.
 
     ClawpipeError for what the user can act on.
     """
-    try:
-        start_.run_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as err:
-        raise ConfigError(f"{start_.run_dir}: cannot be made ({err.strerror}); give another --run-dir") from err
-    with _locked(start_.run_dir):
-        report = await anyio.to_thread.run_sync(lambda: run_checks(start_.config, offline=False))
+    with locked(wanted.run_dir):
+        report = await anyio.to_thread.run_sync(lambda: run_checks(wanted.config, offline=False))
         if report.problems:
             raise ConfigError("; ".join(report.problems))
-        runtime = _prepare(start_, report.task_ids)
-        run = _Run(start_.config, runtime, screen)
+        runtime = prepare(wanted.config, wanted.run_dir, report.task_ids, resume=wanted.resume)
+        run = _Run(wanted.config, runtime, screen)
         await anyio.to_thread.run_sync(sweep, runtime.run_id, runtime.path("logs"))
         try:
             async with anyio.create_task_group() as tasks:
@@ -117,75 +108,6 @@ async def launch(start_: Launch, screen: Screen) -> Ended:
             sweep(runtime.run_id, runtime.path("logs"))
             shutil.rmtree(runtime.push_dir, ignore_errors=True)
         return run.how
-
-
-@contextmanager
-def _locked(run_dir: Path) -> Iterator[None]:
-    """One launcher per run folder, for as long as the process lives."""
-    with (run_dir / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as err:
-            raise ConfigError(
-                f"{run_dir}: another clawpipe runs in this folder; drain it first, or give another --run-dir"
-            ) from err
-        yield
-
-
-def is_running(run_dir: Path) -> bool:
-    """Whether a launcher works in the folder."""
-    if not (run_dir / "lock").exists():
-        return False
-    try:
-        with _locked(run_dir):
-            return False
-    except ConfigError:
-        return True
-
-
-def remove_abandoned(push_root: Path) -> None:
-    """Removes staged weights of runs that were killed: a resumed run stages its own again."""
-    for note in push_root.glob(f"clawpipe-cp-*/{RUN_DIR_NOTE}"):
-        if not is_running(Path(note.read_text())):
-            shutil.rmtree(note.parent, ignore_errors=True)
-
-
-def _prepare(start_: Launch, task_ids: tuple[str, ...]) -> Runtime:
-    """Writes config.json, tasks.json and runtime.json."""
-    config, run_dir = start_.config, start_.run_dir
-    folders = model_folders(config)
-    earlier = runtimes.load(run_dir) if start_.resume else None
-    if earlier is not None and configuration.restore(run_dir / "config.json").model != config.model:
-        raise ConfigError(f"{run_dir}: [model] is not what this run trains; resume with the configuration that it had")
-    run_id = earlier.run_id if earlier else f"cp-{uuid.uuid4().hex[:12]}"
-    engine_urls = config.engines.urls or tuple(
-        f"http://127.0.0.1:{config.engines.port + index if config.engines.port else free_port()}"
-        for index in range(config.engines.count)
-    )
-    remove_abandoned(Path(config.push.dir))
-    push_dir = Path(config.push.dir, f"clawpipe-{run_id}")
-    push_dir.mkdir(parents=True, exist_ok=True)
-    (push_dir / RUN_DIR_NOTE).write_text(str(run_dir))
-    runtime = Runtime(
-        run_id=run_id,
-        run_dir=str(run_dir),
-        nats_url=config.nats.url,
-        nats_token=earlier.nats_token if earlier else "",
-        engine_urls=engine_urls,
-        init_model_dir=str(folders.init),
-        start_model_dir=str(folders.start),
-        demos_path=str(folders.demos or ""),
-        push_dir=str(push_dir),
-        resume=start_.resume,
-    )
-    for folder in ("logs", "progress"):
-        (run_dir / folder).mkdir(exist_ok=True)
-    for stale in ("status.json", "summary.json"):
-        (run_dir / stale).unlink(missing_ok=True)
-    (run_dir / "config.json").write_bytes(configuration.dump(config))
-    (run_dir / "tasks.json").write_text(json.dumps(task_ids))
-    runtimes.save(runtime)
-    return runtime
 
 
 async def _run_all(run: _Run) -> None:
@@ -260,24 +182,12 @@ def _keep(run: _Run, services: anyio.abc.TaskGroup, role: str) -> None:
 
 
 async def _keep_running(run: _Run, role: str, argv: list[str], disk: NatsDisk | None = None) -> None:
-    """Starts the role again whenever it dies; some end by themselves when the run is finished or drained.
-
-    With a `disk`: not before there is room on it, and anew when it was full.
-    """
+    """Starts the role again whenever it dies; some end by themselves when the run is finished or drained."""
     most = run.config.learner.max_restarts if role == "learner" else MAX_RESTARTS
     restarts = 0
     while True:
-        if disk is not None:
-            await disk.await_room()
         began_s = time.monotonic()
-        async with (
-            start(argv, log=run.log(role), owner=run.owner(role), name=role) as child,
-            anyio.create_task_group() as beside,
-        ):
-            if disk is not None:
-                beside.start_soon(disk.watch, child)
-            code = await child.wait()
-            beside.cancel_scope.cancel()
+        code = await _live(run, role, argv, disk)
         if code == 0 and role in ROLES_THAT_END:
             run.ended[role].set()
             return
@@ -291,6 +201,21 @@ async def _keep_running(run: _Run, role: str, argv: list[str], disk: NatsDisk | 
         await anyio.sleep(RESTART_PAUSE_S)
 
 
+async def _live(run: _Run, role: str, argv: list[str], disk: NatsDisk | None) -> int:
+    """One life of a role; gives its exit code. With a `disk` it begins when there is room, and ends when it is full."""
+    if disk is not None:
+        await disk.await_room()
+    async with (
+        start(argv, log=run.log(role), owner=run.owner(role), name=role) as child,
+        anyio.create_task_group() as beside,
+    ):
+        if disk is not None:
+            beside.start_soon(disk.watch, child)
+        code = await child.wait()
+        beside.cancel_scope.cancel()
+    return code
+
+
 def _argv(run: _Run, role: str) -> list[str]:
     return [console_entry(), "run", role, "--run-dir", run.runtime.run_dir]
 
@@ -301,25 +226,33 @@ def console_entry() -> str:
 
 
 async def _handle_signals(run: _Run, whole: anyio.CancelScope) -> None:
+    """The second signal stops the run at once, even while NATS is still to hear of the first."""
     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        asked = False
-        async for _ in signals:
-            if asked or "learner" not in run.ended:
-                run.screen.say("stopping at once; --resume goes on with this run")
-                run.how = Ended.STOPPED
-                run.stopping = True
-                whole.cancel()
-                return
-            asked = True
-            run.screen.say("draining: rollouts in flight are finished; once more to stop at once")
-            async with _broker(run) as broker:
-                await broker.request_drain()
+        async with anyio.create_task_group() as draining:
+            asked = False
+            async for _ in signals:
+                if asked or "learner" not in run.ended:
+                    break
+                asked = True
+                run.screen.say("draining: rollouts in flight are finished; once more to stop at once")
+                draining.start_soon(_request_drain, run)
+            run.screen.say("stopping at once; --resume goes on with this run")
+            run.how = Ended.STOPPED
+            run.stopping = True
+            whole.cancel()
+
+
+async def _request_drain(run: _Run) -> None:
+    async with _broker(run) as broker:
+        await broker.request_drain()
 
 
 def _last_error(log: Path) -> str:
     """The last line of a log that says something, and where to read on."""
     try:
-        data = log.read_bytes()[-ERROR_TAIL_BYTES:]
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - ERROR_TAIL_BYTES))
+            data = file.read(ERROR_TAIL_BYTES)
     except OSError:
         return f"no output; see {log}"
     lines = [line.strip() for line in data.decode(errors="replace").splitlines() if line.strip()]

@@ -13,7 +13,9 @@ import anyio
 import msgspec
 from nats.aio.client import Client
 
+from clawpipe.pipeline.decoding import decoded
 from clawpipe.pipeline.errors import BrokerError
+from clawpipe.pipeline.observe import EventLog
 from clawpipe.pipeline.records import LearnerMessage, LearnerReply, encode
 from clawpipe.pipeline.stream_reader import LOST, RETRY_S, unsubscribe
 
@@ -24,14 +26,17 @@ _decode_message = msgspec.msgpack.Decoder(LearnerMessage).decode
 _decode_reply = msgspec.msgpack.Decoder(LearnerReply).decode
 
 
-async def ask(client: Client, subject: str, message: LearnerMessage, timeout_s: float) -> LearnerReply:
-    """The learner's side. BrokerError after `timeout_s` seconds without a reply."""
+async def ask(
+    client: Client, subject: str, message: LearnerMessage, timeout_s: float, *, again_s: float = ASK_AGAIN_S
+) -> LearnerReply:
+    """The learner's side: asks every `again_s` seconds. BrokerError after `timeout_s` seconds without a reply."""
     deadline = anyio.current_time() + timeout_s
     headers = {ID_HEADER: uuid.uuid4().hex}
     while True:
         try:
-            left = max(1.0, deadline - anyio.current_time())
-            reply = await client.request(subject, encode(message), timeout=min(ASK_AGAIN_S, left), headers=headers)
+            left_s = max(1.0, deadline - anyio.current_time())
+            limit_s = min(again_s, left_s)
+            reply = await client.request(subject, encode(message), timeout=limit_s, headers=headers)
             return _decode_reply(reply.data)
         except LOST as err:
             if anyio.current_time() > deadline:
@@ -43,15 +48,20 @@ async def ask(client: Client, subject: str, message: LearnerMessage, timeout_s: 
             await anyio.sleep(RETRY_S)
 
 
-async def serve(client: Client, subject: str, handler: Callable[[LearnerMessage], Awaitable[LearnerReply]]) -> None:
-    """The service's side: answers one message after the other; never ends."""
+async def serve(
+    client: Client, subject: str, handler: Callable[[LearnerMessage], Awaitable[LearnerReply]], log: EventLog
+) -> None:
+    """The service's side: answers one message after the other; never ends. One that cannot be read gets no answer."""
     sub = await client.subscribe(subject)
     last_id, reply = "", b""
     try:
         async for msg in sub.messages:
+            message = decoded(_decode_message, msg.data, subject, log)
+            if message is None:
+                continue
             ask_id = (msg.headers or {}).get(ID_HEADER, "")
             if not ask_id or ask_id != last_id:
-                last_id, reply = ask_id, encode(await handler(_decode_message(msg.data)))
+                last_id, reply = ask_id, encode(await handler(message))
             await msg.respond(reply)
     finally:
         with anyio.CancelScope(shield=True), anyio.move_on_after(1):

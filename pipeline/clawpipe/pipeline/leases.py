@@ -7,6 +7,7 @@ undone when it starts anew, however often a group was in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
@@ -38,6 +39,7 @@ class Leases:
         """`updates`: of the run, in all. `process` tells this process from all earlier ones: the ids of its batches
         are made with it."""
         self.committed_updates: int | None = None  # of the learner's last checkpoint since it started
+        self.checkpoint = 0  # updates of the newest one that was heard of: what is in it is not held here any more
         self._holdings = holdings
         self._updates = updates
         self._max_reuse = max_reuse
@@ -54,10 +56,11 @@ class Leases:
     def hello(self, message: Hello) -> None:
         """The learner starts anew from a checkpoint: what it trained beyond waits again."""
         held = self._holdings
-        if message.updates > held.updates:
+        self._check_known(message.updates)
+        if message.updates < self.checkpoint:
             raise ClawpipeError(
-                f"the learner's checkpoint has seen {message.updates} updates, this run {held.updates}; "
-                "resume the run folder that the checkpoint belongs to"
+                f"the learner starts from a checkpoint of {message.updates} updates, and one of {self.checkpoint} was "
+                "written: what was trained in between can be trained again after `clawpipe up --resume` only"
             )
         for batch in held.batches.rewind(message.updates):
             self._undo(batch)
@@ -65,6 +68,13 @@ class Leases:
         held.ledger.stands(Standing(cursor=message.cursor, updates=message.updates))
         held.updates, held.version, self.committed_updates = message.updates, message.version, None
         self._log.info("learner is up", version=message.version, updates=message.updates)
+
+    def _check_known(self, updates: int) -> None:
+        if updates > self._holdings.updates:
+            raise ClawpipeError(
+                f"the learner's checkpoint has seen {updates} updates, this run {self._holdings.updates}; "
+                "resume the run folder that the checkpoint belongs to"
+            )
 
     def _undo(self, batch: Built) -> None:
         """Its groups wait as they did before it was leased. A group may wait already, for a later training that was
@@ -131,11 +141,12 @@ class Leases:
     def committed(self, message: Committed) -> int:
         """A checkpoint is on disk. Gives the sequence below which the record stream may be purged."""
         held = self._holdings
+        self._check_known(message.updates)
         held.ledger.committed(batch.batch_id for batch in held.batches.commit(message.updates))
         for rollout_id in held.ledger.finish(message.updates):
             held.assembler.forget_calls(rollout_id)
         held.spans.forget_below(message.cursor.sequence)
-        self.committed_updates = message.updates
+        self.checkpoint = self.committed_updates = message.updates
         held.ledger.stands(Standing(cursor=message.cursor, updates=message.updates, written=True))
         return message.cursor.sequence
 
@@ -204,7 +215,7 @@ def update_row(batch: Built, message: Stepped, now_s: float) -> UpdateRow:
         staleness_max=batch.staleness_max,
         groups_without_spread=batch.groups_without_spread,
         masked=message.masked_tokens,
-        metrics=message.metrics,
+        metrics={name: value for name, value in message.metrics.items() if math.isfinite(value)},  # JSON has no others
         rewards=rewards,
     )
 

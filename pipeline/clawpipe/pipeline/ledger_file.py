@@ -20,6 +20,7 @@ from clawpipe.pipeline.errors import ClawpipeError
 
 T = TypeVar("T")
 
+LOCK_TIMEOUT_S = 60.0  # how long another program may keep us from writing
 FORM = 2  # of the tables and rows; a file of another form is refused, since its numbers would be read wrongly
 
 _TABLES = """
@@ -36,6 +37,7 @@ CREATE TABLE IF NOT EXISTS updates (updates INTEGER PRIMARY KEY, row BLOB);
 CREATE TABLE IF NOT EXISTS standing (only INTEGER PRIMARY KEY CHECK (only = 1), row BLOB);
 """
 
+_NO_ROOM = "SQLITE_FULL", "SQLITE_IOERR_SHMSIZE"  # the latter is of the index beside the write-ahead log
 _json = msgspec.json.Encoder()
 
 
@@ -54,13 +56,17 @@ class Stored:
         return not self.rows and self.standing is None
 
 
+class NoRoomError(ClawpipeError):
+    """The disk is full: what was to be written can be written when there is room."""
+
+
 class LedgerFile:
     """See the module. ClawpipeError when the file cannot be used."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._db = sqlite3.connect(path, check_same_thread=False)
+            self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT_S, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             _check_form(self._db, path)
@@ -76,11 +82,13 @@ class LedgerFile:
             raise _unusable(self._path, err) from err
 
     def write(self, changes: Changes) -> None:
-        """Stores the changes, all or none."""
+        """Stores the changes, all or none. NoRoomError when the disk is full."""
         try:
             with self._db:
                 self._write(changes)
         except sqlite3.Error as err:
+            if err.sqlite_errorname in _NO_ROOM:
+                raise NoRoomError(f"{self._path}: the disk is full; make room on it") from err
             raise _unusable(self._path, err) from err
 
     def close(self) -> None:
@@ -179,22 +187,23 @@ def _rows(db: sqlite3.Connection, query: str, kind: type[T]) -> tuple[T, ...]:
     return tuple(decode(row) for (row,) in db.execute(query))
 
 
-def _call(columns: tuple[str, str, str, int, int, str]) -> CallRow:
+def _call(columns: tuple[object, ...]) -> CallRow:
     call_id, rollout_id, role, sampled, kept, dropped = columns
-    return CallRow(
-        call_id=call_id,
-        rollout_id=rollout_id,
-        role=role,
-        sampled=sampled,
-        kept=kept,
-        dropped=msgspec.json.decode(dropped, type=dict[str, int]),
-    )
+    fields = {
+        "call_id": call_id,
+        "rollout_id": rollout_id,
+        "role": role,
+        "sampled": sampled,
+        "kept": kept,
+        "dropped": msgspec.json.decode(str(dropped)),
+    }
+    return msgspec.convert(fields, CallRow)  # SQLite keeps whatever was put into a column
 
 
 def _unusable(path: Path, err: Exception) -> ClawpipeError:
     return ClawpipeError(
-        f"{path}: the ledger cannot be read or written ({err}); check the disk, or move the file away: "
-        "the run goes on from the record stream without its history"
+        f"{path}: the ledger cannot be read or written ({err}); check the disk, and that no other program has the "
+        "file locked. If it is damaged, move it away: the run goes on from the record stream without its history"
     )
 
 

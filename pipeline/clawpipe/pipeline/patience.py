@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TypeVar
 
 import anyio
@@ -22,9 +23,6 @@ from clawpipe.pipeline.stream_reader import LOST
 
 T = TypeVar("T")
 
-FIRST_TRY_S = 2.0  # then it is said that we wait
-TRY_S = 3.0  # a request that went down with a connection is noticed after this
-SAY_AGAIN_S = 10.0
 PAUSE_S = 0.1
 MAX_PAUSE_S = 1.0
 
@@ -42,11 +40,23 @@ ADVICE = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """When something is tried again. What was sent as the connection went down is never answered."""
+
+    request_s: float = 5.0  # for the answer to a question
+    first_try_s: float = 2.0  # for a message to be stored; then it is said that we wait
+    try_s: float = 3.0  # for each later try of it
+    say_again_s: float = 10.0
+    fetch_s: float = 2.0  # for new records, until they are asked for anew
+
+
 class Patience:
     """Tries until it is done, for all who wait on one connection; one of them speaks for all."""
 
-    def __init__(self, client: Client, log: EventLog, purpose: str) -> None:
+    def __init__(self, client: Client, log: EventLog, purpose: str, pace: Pace) -> None:
         self._client = client
+        self._pace = pace
         self._log = log
         self._purpose = purpose  # what the log says NATS is waited for
         self._num_waiting = 0
@@ -61,7 +71,7 @@ class Patience:
         """
         began_s = time.monotonic()
         try:
-            return await attempt(min(FIRST_TRY_S, timeout_s))
+            return await attempt(min(self._pace.first_try_s, timeout_s))
         except (*LOST, nats.js.errors.APIError) as err:
             why = self._why(err)
         with self._waiting(began_s):
@@ -78,17 +88,18 @@ class Patience:
             if not self._client.is_connected:  # what is sent now would only be sent again later
                 why = NO_CONNECTION
                 continue
-            limit_s = min(TRY_S, max(0.1, began_s + timeout_s - time.monotonic()))
+            limit_s = min(self._pace.try_s, max(0.1, began_s + timeout_s - time.monotonic()))
             try:
                 result = await attempt(limit_s)
             except (*LOST, nats.js.errors.APIError) as err:
                 latest = self._why(err)
-                why = why if latest == NO_ANSWER and limit_s < TRY_S else latest  # the last try is a short one
+                if latest != NO_ANSWER or limit_s == self._pace.try_s:  # the last try is too short to tell
+                    why = latest
             else:
                 self._say_it_is_through()
                 return result
         advice = ADVICE.get(why, ADVICE[NO_JETSTREAM])
-        raise BrokerError(f"NATS did not {what} within {timeout_s:.0f} s: {why}; {advice}")
+        raise BrokerError(f"NATS did not {what} within {timeout_s:g} s: {why}; {advice}")
 
     def _why(self, err: Exception) -> str:
         """The reason for a person. Raises what does not pass."""
@@ -114,8 +125,10 @@ class Patience:
 
     def _say(self, what: str, why: str) -> None:
         now_s = time.monotonic()
-        last_s = self._since_s + FIRST_TRY_S - SAY_AGAIN_S if self._said_s is None else self._said_s
-        if now_s - last_s < SAY_AGAIN_S:
+        last_s = (
+            self._since_s + self._pace.first_try_s - self._pace.say_again_s if self._said_s is None else self._said_s
+        )
+        if now_s - last_s < self._pace.say_again_s:
             return
         self._said_s = now_s
         self._log.warning(

@@ -13,10 +13,8 @@ from dataclasses import dataclass, field
 
 from clawpipe.pipeline.books import BatchRow, CallRow, RolloutState, Row
 from clawpipe.pipeline.ledger_file import Stored
+from clawpipe.pipeline.report import GRADED, UNGRADED
 from clawpipe.pipeline.segments import DropReason
-
-GRADED = frozenset({"scored", "timed_out", "agent_failed"})
-UNGRADED = frozenset({"infra", "verifier_infra"})
 
 _REASONS = frozenset(DropReason)
 _USABLE = frozenset({RolloutState.QUEUED, RolloutState.LEASED, RolloutState.TRAINED})
@@ -180,7 +178,7 @@ def _in_flight(row: Row, books: _Books) -> str:
 
 
 def _outcome(row: Row, _: _Books) -> str:
-    if row.outcome and row.outcome not in GRADED | UNGRADED:
+    if row.outcome and row.outcome not in GRADED + UNGRADED:
         return f"its outcome is {row.outcome!r}, which is none"
     if (row.outcome in GRADED) != (row.reward is not None):
         return f"its outcome is {row.outcome or 'none'}, and its reward {row.reward}"

@@ -22,6 +22,7 @@ from clawpipe.pipeline.holdings import make_assembler, make_recipe
 from clawpipe.pipeline.leaf_caps import LeafCaps
 from clawpipe.pipeline.ledger_file import Stored
 from clawpipe.pipeline.replay import ReadyGroup
+from clawpipe.pipeline.restart import decided_caps
 from clawpipe.pipeline.scheduler import parse
 from clawpipe.pipeline.segments import DropReason
 
@@ -60,8 +61,7 @@ class Rebuild:
     ) -> None:
         """`calls_of` gives the calls that the ledger has of a rollout, `keep` takes every batch that is built."""
         self._rows = {row.rollout_id: row for row in stored.rows if not row.is_stray}
-        decided = {row.rollout_id: row.leaf_cap for row in stored.rows if row.leaf_cap}
-        self._assembler = make_assembler(config, LeafCaps(config.replay.leaf_cap, decided))
+        self._assembler = make_assembler(config, LeafCaps(config.replay.leaf_cap, decided_caps(stored)))
         self._recipe = make_recipe(config)
         self._calls_of = calls_of
         self._keep = keep
@@ -70,7 +70,7 @@ class Rebuild:
         self._held: dict[str, Rollout] = {}
         self._closed: set[str] = set()
         self._newest = max((row.last_sequence for row in stored.rows), default=0)
-        self._different: dict[tuple[int, int], str] = {}  # (0, batch), (1, sequence) or (2, sequence) -> what
+        self._different: dict[tuple[int, int], str] = {}  # batches are 0, rollouts 1, records 2, each with its place
         self._position = 0  # sequence of the last record that was read
         self._found = Findings(rollouts=Tally(), trees=Tally(), batches=Tally())
 
@@ -84,13 +84,7 @@ class Rebuild:
         self._position = entry.sequence
         if entry.rollout_id not in self._rows:
             return  # nobody asked for it
-        if entry.record is not None:
-            rollout = self._assembler.add(entry.record, 0.0).rollout
-        elif entry.kind == CALL:
-            rollout = self._assembler.spoil(entry.rollout_id, entry.message_id)
-        else:
-            rollout = None
-        if rollout is not None:
+        if (rollout := self._closed_by(entry)) is not None:
             self._closed.add(rollout.rollout_id)
             self._assembler.forget_calls(rollout.rollout_id)
             self._compare(self._rows[rollout.rollout_id], rollout)
@@ -109,6 +103,14 @@ class Rebuild:
         if self._different:
             self._found.first = self._different[min(self._different)]
         return self._found
+
+    def _closed_by(self, entry: Entry) -> Rollout | None:
+        """What the record completes, if anything."""
+        if entry.record is not None:
+            return self._assembler.add(entry.record, 0.0).rollout
+        if entry.kind == CALL:
+            return self._assembler.spoil(entry.rollout_id, entry.message_id)
+        return None
 
     def _compare(self, row: Row, rollout: Rollout) -> None:
         """The rollout against its row and the rows of its calls."""
@@ -156,6 +158,9 @@ class Rebuild:
         dropped = [self._held[each] for each in batch.rollouts if self._held[each].dropped]
         if dropped:
             return f"its rollout {dropped[0].rollout_id} is dropped ({dropped[0].dropped}) when rebuilt"
+        later = [each for each in batch.rollouts if self._held[each].newest_version > batch.version]
+        if later:
+            return f"it is of version {batch.version}, and its rollout {later[0]} has tokens of a later one"
         built = self._recipe.build(batch.batch_id, batch.version, tuple(_groups(batch, self._held)))
         self._keep(built)
         if built.digest != batch.digest:
@@ -163,7 +168,7 @@ class Rebuild:
         return ""
 
     def _let_go(self, batch: BatchRow) -> None:
-        for rollout_id in batch.rollouts:
+        for rollout_id in set(batch.rollouts):  # a damaged row may name one twice
             self._waiting[rollout_id].discard(batch.batch_id)
             if not self._waiting[rollout_id]:
                 del self._held[rollout_id]

@@ -66,7 +66,7 @@ class CallRecord(Struct, frozen=True, kw_only=True):
     """
 
     rollout_id: str
-    attempt: int  # 1 for the first delivery of the request, counted up by the work queue
+    attempt: int  # tells the deliveries of the request apart, at least 1; a later one has a higher number
     call_id: str  # unique in the run: "<rollout_id>.a<attempt>.c<index>"
     index: int  # order of arrival within the attempt, from 0
     parent: str | None  # call_id

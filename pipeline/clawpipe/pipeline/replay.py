@@ -117,7 +117,8 @@ class Replay:
         the lowest number of a group that is still running; None: there is none.
 
         A rollout is stale when even its newest trainable token is over max_staleness; single tokens over it are
-        left out by the learner. A group that is left with fewer than `min_group` rollouts goes whole.
+        left out by the learner. One that names a version which the learner has not made is malformed. A group that is
+        left with fewer than `min_group` rollouts goes whole.
         """
         dropped = tuple(self._evict(learner_version))
         groups = tuple(self._batch(awaited, head))
@@ -155,21 +156,25 @@ class Replay:
         return self._num_tokens
 
     def _evict(self, learner_version: int) -> Iterator[tuple[str, Rollout, DropReason]]:
-        oldest = learner_version - self._max_staleness
-        spent = [each for each in self._queued.values() if self._is_spent(each, oldest)]
+        usable = range(learner_version - self._max_staleness, learner_version + 1)
+        spent = [each for each in self._queued.values() if self._is_spent(each, usable)]
         for each in sorted(spent, key=lambda each: each.order):
             group = each.group
             self.remove(group.group_id)
             pairs = list(zip(group.rollouts, each.newest, strict=True))
-            yield from ((group.group_id, rollout, DropReason.STALE) for rollout, newest in pairs if newest < oldest)
-            left = tuple(rollout for rollout, newest in pairs if newest >= oldest)
+            for rollout, newest in pairs:
+                if newest not in usable:
+                    reason = DropReason.STALE if newest < usable.start else DropReason.MALFORMED
+                    yield group.group_id, rollout, reason
+            left = tuple(rollout for rollout, newest in pairs if newest in usable)
             if len(left) >= self._min_group:
                 self.put(replace(group, rollouts=left))
             else:
                 yield from ((group.group_id, rollout, DropReason.SMALL_GROUP) for rollout in left)
 
-    def _is_spent(self, each: _Queued, oldest: int) -> bool:
-        return min(each.newest) < oldest or len(each.newest) < self._min_group
+    def _is_spent(self, each: _Queued, usable: range) -> bool:
+        outside = min(each.newest) < usable.start or max(each.newest) >= usable.stop
+        return outside or len(each.newest) < self._min_group
 
     def _batch(self, awaited: Collection[str], head: int | None) -> list[ReadyGroup]:
         """The groups of one batch in the order of the take; none when they must be waited for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,20 +15,20 @@ from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.records import LEARNER_SECONDS, PushReport
 from clawpipe.pipeline.segments import DropReason
 
+GRADED = ("scored", "timed_out", "agent_failed")
+UNGRADED = ("infra", "verifier_infra")
 EDGE_UPDATES = 3  # the first and the last reward are means over so many updates
 
-_GRADED = ("scored", "timed_out", "agent_failed")
 _SUMMED = (
     "calls", "prompt_tokens", "reused_tokens", "malformed", "num_aborted", "reward_sum", "num_graded", "run_s",
 )  # fmt: skip
-_INFRA = ("infra", "verifier_infra")
 
 
 def summary(ledger: Ledger, pushes: Sequence[PushReport], wall_s: float) -> dict[str, Any]:
     """The summary of a run as --summary writes it, and under "time" where the seconds went.
 
     `wall_s`: how long this process has run the pipeline. Rewards are means over the rollouts of an update;
-    `lost` are rollouts that were admitted and never ended in a named state.
+    `lost` are rollouts of which no manifest ever came.
     """
     harnesses = ledger.totals()
     total = summed(harnesses.values())
@@ -78,7 +78,7 @@ def status(ledger: Ledger, *, phase: str, updates_total: int, held: Mapping[str,
     }
 
 
-def summed(parts: Any) -> Totals:
+def summed(parts: Iterable[Totals]) -> Totals:
     """The sum of several totals."""
     found = Totals()
     for part in parts:
@@ -105,8 +105,8 @@ def _rewards(updates: Sequence[UpdateRow]) -> dict[str, Any]:
 
 
 def _rollouts(total: Totals) -> dict[str, int]:
-    infra = sum(total.outcomes[name] for name in _INFRA)
-    graded = {name: total.outcomes[name] for name in _GRADED}
+    infra = sum(total.outcomes[name] for name in UNGRADED)
+    graded = {name: total.outcomes[name] for name in GRADED}
     lost = total.reasons[DropReason.LOST.value]
     return {"settled": sum(graded.values()) + infra, **graded, "infra": infra, "lost": lost}
 

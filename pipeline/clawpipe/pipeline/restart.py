@@ -73,6 +73,7 @@ def prepare(flow: Flow, stored: Stored, at: Anchor, letters: Iterable[DeadLetter
     flow.take_up(
         at.cursor,
         earlier,
+        checkpoint=at.checkpoint,
         updates=at.updates,
         version=at.version,
         committed_updates=at.committed_updates,
@@ -205,8 +206,9 @@ def _never_ran(row: Row) -> bool:
 
 
 def _has_vanished(flow: Flow, row: Row) -> bool:
-    """It was requested, and neither the work queue nor the stream knows of it."""
-    unknown = row.state is RolloutState.IN_FLIGHT and row.rollout_id not in flow.ledger.rows
+    """It was requested, and neither the work queue nor the stream knows of it. One that was settled has vanished when
+    the learner is back at a checkpoint below which its records were kept no longer."""
+    unknown = not row.is_stray and row.rollout_id not in flow.ledger.rows
     return unknown and not flow.assembler.is_closed(row.rollout_id)
 
 

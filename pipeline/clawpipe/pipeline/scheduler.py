@@ -237,6 +237,28 @@ class Scheduler:
         if found is not None:
             found[2].out = False
 
+    @property
+    def in_flight(self) -> tuple[str, ...]:
+        """Ids of the rollouts that are requested and not closed."""
+        return tuple(
+            str(RolloutName(group.number, index, place.again))
+            for group in self._groups.values()
+            for index, place in enumerate(group.places)
+            if place.out
+        )
+
+    @property
+    def open_groups(self) -> dict[str, int]:
+        """The groups that are not complete, with the number of places that are filled or can be."""
+        return {key: sum(not place.closed for place in group.places) for key, group in self._groups.items()}
+
+    @property
+    def waiting(self) -> tuple[Rollout, ...]:
+        """Usable rollouts whose groups are not complete."""
+        return tuple(
+            place.filled for group in self._groups.values() for place in group.places if place.filled is not None
+        )
+
     def _newest(self, rollout_id: str) -> tuple[RolloutName, _Group, _Place] | None:
         """Name, group and place of a rollout, if it is the newest that was requested for that place."""
         name = parse(rollout_id)
@@ -263,28 +285,6 @@ class Scheduler:
         rollouts = tuple(place.filled for place in group.places if place.filled is not None)
         ready = ReadyGroup(key, group.number, group.version, rollouts) if rollouts else None
         return Settlement(reason, place_closed=reason is not None, complete=True, group=ready)
-
-    @property
-    def in_flight(self) -> tuple[str, ...]:
-        """Ids of the rollouts that are requested and not closed."""
-        return tuple(
-            str(RolloutName(group.number, index, place.again))
-            for group in self._groups.values()
-            for index, place in enumerate(group.places)
-            if place.out
-        )
-
-    @property
-    def open_groups(self) -> dict[str, int]:
-        """The groups that are not complete, with the number of places that are filled or can be."""
-        return {key: sum(not place.closed for place in group.places) for key, group in self._groups.items()}
-
-    @property
-    def waiting(self) -> tuple[Rollout, ...]:
-        """Usable rollouts whose groups are not complete."""
-        return tuple(
-            place.filled for group in self._groups.values() for place in group.places if place.filled is not None
-        )
 
     def _find(self, what: RolloutRequest | RolloutManifest) -> tuple[RolloutName, _Group, _Place] | None:
         """Name, group and place of a rollout; None when its group is over, or the id is not ours."""

@@ -11,14 +11,14 @@ its own. A sub-agent's segment is all that is below one topmost prompt; every co
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
 
+from clawpipe.pipeline.leaves import Leaves, leaves_of
 from clawpipe.pipeline.packing import Branch
 from clawpipe.pipeline.records import Role
 from clawpipe.pipeline.tree import Placed, PrefixTree
@@ -122,15 +122,15 @@ def select(
     first one trains it: main, then sub-agents, then compactions.
     """
     roles = TRAINED_ROLES if auxiliary else TRAINED_ROLES[:1]
-    judged = [_judge(tree, role, delivered, cut) for role in roles]
-    num_leaves = judged[0].num_leaves
+    found = [leaves_of(tree, role, delivered, cut) for role in roles]
+    num_leaves = found[0].num_leaves
     if num_leaves > leaf_cap:
         return Selection((), tuple(_over_branched(p, roles, cut) for p in tree.calls), num_leaves)
     owners: dict[int, Placed] = {}
-    for each in judged:
+    for each in found:
         _take(owners, tree, each, delivered)
-    parts = [Part(each.role, tuple(_branches(tree, each, owners))) for each in judged]
-    valid_ids = {call_id for each in judged for call_id in each.valid_ids}
+    parts = [Part(each.role, tuple(_branches(tree, each, owners))) for each in found]
+    valid_ids = {call_id for each in found for call_id in each.valid_ids}
     fates = tuple(_fate(tree, p, _reason_for_all(p, roles, cut), owners, valid_ids) for p in tree.calls)
     return Selection(tuple(part for part in parts if part.branches), fates, num_leaves)
 
@@ -142,124 +142,18 @@ def dropped_whole(sampled: Iterable[tuple[str, Role, int]], reason: DropReason) 
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Judged:
-    """The calls of a role that settling did not cut, and what lives on of them."""
-
-    role: Role
-    calls: tuple[Placed, ...]
-    valid_ids: frozenset[str]  # of those whose completion the harness had
-    kept: tuple[Placed, ...]  # the leaves that are kept, by order of arrival
-    num_leaves: int  # dead ones included
-
-
-def _judge(tree: PrefixTree, role: Role, delivered: Collection[str], cut: Collection[str]) -> _Judged:
-    calls = tuple(p for p in tree.calls if p.call.role is role and p.call.call_id not in cut)
-    valid = _delivered(tree, calls, delivered)
-    if role is Role.COMPACTION:
-        leaves = kept = _distinct(valid)
-    else:
-        leaves = _leaves(tree, valid)
-        compactions = [p.call.index for p in tree.calls if p.call.role is Role.COMPACTION and role is Role.MAIN]
-        kept = _live(tree, valid, leaves, compactions)
-    return _Judged(role, calls, frozenset(p.call.call_id for p in valid), tuple(kept), len(leaves))
-
-
-def _delivered(tree: PrefixTree, calls: Sequence[Placed], delivered: Collection[str]) -> list[Placed]:
-    """The calls whose completion the harness had: marked so, or taken into another call's prompt whole."""
-    prompts = sorted(p.prompt_node for p in calls)
-
-    def is_adopted(p: Placed) -> bool:
-        own = p.prompt_node == p.end_node  # its own prompt is no adoption
-        return _num_within(tree, p.end_node, prompts) > own
-
-    return [p for p in calls if p.call.call_id in delivered or is_adopted(p)]
-
-
-def _num_within(tree: PrefixTree, node: int, ascending: Sequence[int]) -> int:
-    """How many of the nodes lie in the subtree of `node`, itself included."""
-    return bisect_left(ascending, int(tree.end[node])) - bisect_left(ascending, node)
-
-
-def _distinct(calls: Iterable[Placed]) -> list[Placed]:
-    """One call for each end, by order of arrival."""
-    # Of equal calls the latest is the one that the harness went on with.
-    return sorted({p.end_node: p for p in calls}.values(), key=_arrival)
-
-
-def _leaves(tree: PrefixTree, calls: Sequence[Placed]) -> list[Placed]:
-    """One call for each end that no other call goes beyond, by order of arrival."""
-    found = _distinct(calls)
-    ends = sorted(p.end_node for p in found)
-    return [p for p in found if _num_within(tree, p.end_node, ends) == 1]
-
-
-def _live(
-    tree: PrefixTree, valid: Sequence[Placed], leaves: Sequence[Placed], compactions: Sequence[int]
-) -> list[Placed]:
-    """The longest leaf of each segment. `compactions`: the indices, ascending, of the calls that cut segments.
-
-    A leaf from before a compaction is dead all the same when the conversation went on from its own prompt with
-    another answer: then that compaction did not end it.
-    """
-    topmost = _topmost(tree, {p.prompt_node for p in valid})
-    best: dict[tuple[int, int], Placed] = {}
-    for leaf in leaves:
-        top = topmost[bisect_right(topmost, leaf.end_node) - 1]
-        segment = top, bisect_left(compactions, leaf.call.index)
-        best[segment] = max(best.get(segment, leaf), leaf, key=lambda p: (tree.depth[p.end_node], p.call.index))
-    found = []
-    for (top, epoch), leaf in sorted(best.items(), key=lambda item: _arrival(item[1])):
-        later = [p for (other, after), p in best.items() if other == top and after > epoch]
-        below = [p for p in later if tree.is_within(p.end_node, leaf.prompt_node)]
-        if not (below and _was_retried(tree, leaf, below, valid, compactions)):
-            found.append(leaf)
-    return found
-
-
-def _was_retried(
-    tree: PrefixTree,
-    leaf: Placed,
-    below: Sequence[Placed],
-    valid: Sequence[Placed],
-    compactions: Sequence[int],
-) -> bool:
-    """Whether one of the leaves `below` its prompt lives on from another answer to that prompt.
-
-    That answer is to the same prompt, or to a longer one before the next compaction. After a compaction a longer
-    prompt may be the new history: the conversation's opening and the summary.
-    """
-    epoch = bisect_left(compactions, leaf.call.index)
-    return any(
-        p.end_node > leaf.prompt_node
-        and tree.is_within(p.prompt_node, leaf.prompt_node)
-        and (p.prompt_node == leaf.prompt_node or bisect_left(compactions, p.call.index) == epoch)
-        and any(tree.is_within(other.end_node, p.end_node) for other in below)
-        for p in valid
-    )
-
-
-def _topmost(tree: PrefixTree, nodes: Iterable[int]) -> list[int]:
-    """Those of the nodes that have none of them above, ascending."""
-    found: list[int] = []
-    for node in sorted(nodes):
-        if not found or node >= tree.end[found[-1]]:
-            found.append(node)
-    return found
-
-
-def _take(owners: dict[int, Placed], tree: PrefixTree, judged: _Judged, delivered: Collection[str]) -> None:
+def _take(owners: dict[int, Placed], tree: PrefixTree, leaves: Leaves, delivered: Collection[str]) -> None:
     """Notes whose sample counts at each sampled node of the kept branches, where no earlier role has it.
 
     Several calls may have sampled the same tokens there: one whose completion lives on whole comes first,
     then one that was delivered, then the earliest.
     """
-    on_path = _on_path(tree, judged.kept)
+    on_path = _on_path(tree, leaves.kept)
 
     def rank(p: Placed) -> tuple[bool, bool, int, str]:
-        return p.end_node not in on_path, p.call.call_id not in delivered, *_arrival(p)
+        return p.end_node not in on_path, p.call.call_id not in delivered, *p.arrival
 
-    for p in sorted(judged.calls, key=rank):
+    for p in sorted(leaves.calls, key=rank):
         for node in _sampled_nodes(tree, p):
             if node in on_path:
                 owners.setdefault(node, p)
@@ -286,12 +180,12 @@ def _sampled_nodes(tree: PrefixTree, p: Placed) -> list[int]:
     return nodes[::-1]
 
 
-def _branches(tree: PrefixTree, judged: _Judged, owners: Mapping[int, Placed]) -> Iterator[Branch]:
+def _branches(tree: PrefixTree, leaves: Leaves, owners: Mapping[int, Placed]) -> Iterator[Branch]:
     """The kept branches; a node that two of them share has its entries on the first."""
     done: set[int] = set()
-    for leaf in judged.kept:
+    for leaf in leaves.kept:
         path = reversed(tree.ancestors(leaf.end_node))
-        nodes = [n for n in path if n in owners and owners[n].call.role is judged.role and n not in done]
+        nodes = [n for n in path if n in owners and owners[n].call.role is leaves.role and n not in done]
         done.update(nodes)
         if not nodes:
             continue
@@ -343,7 +237,3 @@ def _reason_for_all(p: Placed, roles: Collection[Role], cut: Collection[str]) ->
 def _all_dropped(p: Placed, reason: DropReason) -> CallFate:
     [fate] = dropped_whole([(p.call.call_id, p.call.role, len(p.call.completion))], reason)
     return fate
-
-
-def _arrival(p: Placed) -> tuple[int, str]:
-    return p.call.index, p.call.call_id

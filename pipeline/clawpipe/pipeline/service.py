@@ -7,6 +7,7 @@ takes the run up.
 
 from __future__ import annotations
 
+import errno
 import json
 import signal
 import time
@@ -21,13 +22,13 @@ import anyio.to_thread
 
 from clawpipe.pipeline import report, restart
 from clawpipe.pipeline.answers import Answers
-from clawpipe.pipeline.books import Standing
+from clawpipe.pipeline.books import Changes, Standing
 from clawpipe.pipeline.broker import Broker
 from clawpipe.pipeline.config import Config
 from clawpipe.pipeline.errors import BrokerError, ConfigError
 from clawpipe.pipeline.flow import Flow
 from clawpipe.pipeline.ledger import Ledger
-from clawpipe.pipeline.ledger_file import LedgerFile, Stored
+from clawpipe.pipeline.ledger_file import LedgerFile, NoRoomError, Stored
 from clawpipe.pipeline.letters import Letters
 from clawpipe.pipeline.observe import EventLog, write_json
 from clawpipe.pipeline.pacing import LoopLag, Signal, StreamClock
@@ -44,6 +45,7 @@ from clawpipe.pipeline.runtime import Runtime
 AUDIT_INTERVAL_S = 60.0
 LAST_AUDIT_S = 10.0
 LAG_WARNING_S = 1.0
+FULL_DISK_PAUSE_S = 2.0
 
 
 def main(config: Config, runtime: Runtime) -> None:
@@ -53,6 +55,7 @@ def main(config: Config, runtime: Runtime) -> None:
 
 async def serve(config: Config, runtime: Runtime, log: EventLog, audit_interval_s: float = AUDIT_INTERVAL_S) -> None:
     """The role on a running event loop. Writes status.json, and summary.json at the end."""
+    runtime.path("summary.json").unlink(missing_ok=True)  # of a service before this one: it is behind the ledger now
     ledger_file = LedgerFile(runtime.path("ledger.sqlite"))
     try:
         async with Broker.of_run(runtime, config.nats, log) as broker:
@@ -103,6 +106,7 @@ class Service:
         self._changed = Signal()
         self._pushes: list[PushReport] = []
         self._writing = anyio.Lock()
+        self._unwritten: list[Changes] = []  # at most one, and one more where writing was cancelled on a full disk
         self._anchored = anyio.Event()  # it is known where to read from
         self._ready = anyio.Event()  # all that an earlier process had read is read
         self._letters = Letters(broker, flow.dead_letters)
@@ -155,7 +159,7 @@ class Service:
         """Stream -> flow. Stops pulling while the replay queue is full."""
         await self._anchored.wait()
         pending, last = await self._what_there_is()
-        if self._anchor is None or last < self._start.sequence:
+        if self._anchor is None or last < max(1, self._start.sequence):  # sequences count from 1
             await self._caught_up(pending)
         async for entry in self._broker.records(self._start.sequence):
             closed = self._flow.record(entry, self._clock.now())
@@ -229,8 +233,16 @@ class Service:
                 self._changed.fire()
                 await self._letters.publish()
             await self._flush()
-            write_json(self._runtime.path("status.json"), await self._status())
+            await self._write_status()
             await anyio.sleep(self._config.observe.status_interval_s)
+
+    async def _write_status(self) -> None:
+        try:
+            write_json(self._runtime.path("status.json"), await self._status())
+        except OSError as err:
+            if err.errno != errno.ENOSPC:
+                raise
+            self._log.warning("no room on the disk for the status", detail=str(err))  # the next one comes soon
 
     async def _audit(self) -> None:
         """Looks for rollouts that vanished: acknowledged, or gone from the work queue, without a manifest."""
@@ -343,13 +355,20 @@ class Service:
         return "draining" if self._flow.draining else "running"
 
     async def _flush(self) -> None:
-        """Hands the ledger's changes to the file, in a worker thread, one after the other.
+        """Hands the ledger's changes to the file, in a worker thread, in their order; waits while the disk is full.
 
         Not while records are read again: what an earlier process wrote is whole, and must stay so till then.
         """
         if self._flow.catching_up:
             return
         async with self._writing:
-            changes = self._flow.ledger.changes()
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._file.write, changes)
+            self._unwritten.append(self._flow.ledger.changes())
+            while self._unwritten:
+                try:
+                    with anyio.CancelScope(shield=True):
+                        await anyio.to_thread.run_sync(self._file.write, self._unwritten[0])
+                except NoRoomError as err:
+                    self._log.warning("waiting for room on the disk", detail=str(err))
+                    await anyio.sleep(FULL_DISK_PAUSE_S)
+                else:
+                    del self._unwritten[0]

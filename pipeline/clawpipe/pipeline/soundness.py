@@ -14,6 +14,7 @@ from clawpipe.pipeline.records import CallRecord, IntArray, RolloutManifest, Ver
 
 MAX_LOGPROB = 1e-3  # of a sampled token: 0 and the rounding of a float32 log-softmax
 MAX_VERSION = 2**31 - 1  # versions are kept as int32
+MAX_REWARD = 1e30  # its square is a float64 and itself a float32, so no mean and no deviation overflows
 
 
 def problem(record: CallRecord | RolloutManifest) -> str | None:
@@ -72,6 +73,18 @@ def _has_negative(ids: IntArray) -> bool:
 
 
 def _of_manifest(manifest: RolloutManifest) -> str | None:
+    return _of_listed(manifest) or _of_numbers(manifest)
+
+
+def _of_numbers(manifest: RolloutManifest) -> str | None:
+    times = manifest.admitted_s, manifest.started_s, manifest.ended_s
+    if not all(map(math.isfinite, times)):
+        return f"its times are {', '.join(map(str, times))}"
+    reward = getattr(manifest.outcome, "reward", 0.0)
+    return None if abs(reward) <= MAX_REWARD else f"its reward is {reward}"  # false for NaN
+
+
+def _of_listed(manifest: RolloutManifest) -> str | None:
     listed = Counter(entry.call_id for entry in manifest.calls)
     twice = [call_id for call_id, times in listed.items() if times > 1]
     if twice:

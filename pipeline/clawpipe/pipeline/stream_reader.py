@@ -11,7 +11,7 @@ from __future__ import annotations
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 import anyio
 import nats.errors
@@ -22,13 +22,15 @@ from nats.aio.subscription import Subscription
 from nats.js import JetStreamContext
 from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
 
+from clawpipe.pipeline.errors import BrokerError
+
 FETCH_WAIT_S = 2.0  # how long the server keeps a request for messages that are not there yet
 GRACE_S = 1.0  # for its word that the time is up
 EXPIRED = "408"
+NO_STREAM = 10059  # the server's number of this error; that of a consumer that is gone is another
 CONSUMER_IDLE_S = 60.0  # the server forgets the consumer of a reader that is gone, or stalls for longer
 RETRY_S = 0.2
 MESSAGES_PER_REQUEST = 256
-REQUEST = b'{"batch": %d, "expires": %d}' % (MESSAGES_PER_REQUEST, FETCH_WAIT_S * 1e9)  # in nanoseconds
 TOKENS_WITHOUT_DOMAIN = 9
 
 # What is raised while the server cannot be reached, and passes.
@@ -53,30 +55,25 @@ async def read_stream(
     position: int = 1,
     *,
     idle_s: float = CONSUMER_IDLE_S,
+    wait_s: float = FETCH_WAIT_S,
 ) -> AsyncGenerator[tuple[int, Msg], None]:
     """The messages of a stream from sequence `position` on, each with its sequence, each once, in order; never ends.
 
     What is purged before it was read is not given. A caller may take as long as it likes between two messages.
+    BrokerError when there is no such stream.
     """
     position = max(1, position)
     while True:
-        pull = _Pull(client, js, stream)
+        pull = _Pull(client, js, stream, wait_s)
         try:
             await pull.begin(subject, position, idle_s)
-            num_delivered, broken = 0, False
-            while not broken:
-                await pull.request()
-                for _ in range(MESSAGES_PER_REQUEST):
-                    msg = await pull.next()
-                    if msg is None:
-                        broken = await pull.has_lost(num_delivered)
-                        break
-                    sequence, delivery = _place(msg)
-                    if broken := delivery != num_delivered + 1:
-                        break
-                    num_delivered, position = delivery, sequence + 1
+            async with aclosing(pull.messages()) as messages:
+                async for sequence, msg in messages:
+                    position = sequence + 1
                     yield sequence, msg
-        except (*LOST, nats.js.errors.Error):
+        except (*LOST, nats.js.errors.Error) as err:
+            if isinstance(err, nats.js.errors.NotFoundError) and err.err_code == NO_STREAM:
+                raise BrokerError(f"NATS: stream {stream} is gone; nobody may delete a run's streams") from err
             await anyio.sleep(RETRY_S)
         finally:
             with anyio.CancelScope(shield=True), anyio.move_on_after(1):
@@ -90,11 +87,13 @@ class _Pull:
     the reader. (nats-py's own `fetch` makes a task per message, which costs three times all the rest of reading.)
     """
 
-    def __init__(self, client: Client, js: JetStreamContext, stream: str) -> None:
+    def __init__(self, client: Client, js: JetStreamContext, stream: str, wait_s: float) -> None:
         self._client = client
         self._js = js
         self._stream = stream
         self._name = uuid.uuid4().hex
+        self._wait_s = wait_s
+        self._request = b'{"batch": %d, "expires": %d}' % (MESSAGES_PER_REQUEST, wait_s * 1e9)  # in nanoseconds
         self._inbox = client.new_inbox()
         self._sub: Subscription | None = None
         self._waiting: deque[Msg] = deque()
@@ -114,16 +113,38 @@ class _Pull:
         await self._js.add_consumer(self._stream, config)
         self._sub = await self._client.subscribe(self._inbox, cb=self._arrive)
 
-    async def request(self) -> None:
+    async def messages(self) -> AsyncGenerator[tuple[int, Msg], None]:
+        """The consumer's messages, each with its sequence in the stream, until one of them is lost."""
+        num_delivered = 0
+        while True:
+            await self._request_more()
+            for _ in range(MESSAGES_PER_REQUEST):
+                msg = await self._next()
+                if msg is None:
+                    if await self._has_lost(num_delivered):
+                        return
+                    break
+                sequence, delivery = _place(msg)
+                if delivery != num_delivered + 1:
+                    return
+                num_delivered = delivery
+                yield sequence, msg
+
+    async def end(self) -> None:
+        """Stops listening; the server forgets the consumer by itself."""
+        if self._sub is not None:
+            await unsubscribe(self._sub)
+
+    async def _request_more(self) -> None:
         """Asks for the next messages; those that are not there in time are asked for by the next request."""
         subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._stream}.{self._name}"
-        await self._client.publish(subject, REQUEST, self._inbox)
+        await self._client.publish(subject, self._request, self._inbox)
 
-    async def next(self) -> Msg | None:
+    async def _next(self) -> Msg | None:
         """The next message; None at the end of the request, or when nothing comes at all."""
         if not self._waiting:
             self._arrived = anyio.Event()
-            with anyio.move_on_after(FETCH_WAIT_S + GRACE_S):
+            with anyio.move_on_after(self._wait_s + GRACE_S):
                 await self._arrived.wait()
         msg = self._waiting.popleft() if self._waiting else None
         if msg is None or msg.reply:
@@ -132,15 +153,10 @@ class _Pull:
             await anyio.sleep(RETRY_S)
         return None
 
-    async def has_lost(self, num_delivered: int) -> bool:
+    async def _has_lost(self, num_delivered: int) -> bool:
         """Whether the server has sent more than came. A consumer that is gone is an error."""
         delivered = (await self._js.consumer_info(self._stream, self._name)).delivered
         return delivered is not None and int(delivered.consumer_seq) > num_delivered
-
-    async def end(self) -> None:
-        """Stops listening; the server forgets the consumer by itself."""
-        if self._sub is not None:
-            await unsubscribe(self._sub)
 
     async def _arrive(self, msg: Msg) -> None:
         self._waiting.append(msg)

@@ -25,6 +25,7 @@ SMALL_BYTES = 64 * 1024  # of a request, a weight version, an engine's entry: ou
 # The server keeps each id that long in memory.
 DUPLICATE_WINDOW_S = 120.0
 
+RUNNERS = "runners"
 ACK_WAIT_S = 30.0  # a runner's proxy says every 10 s that it is still at it; a dead one is noticed after this
 MAX_UNDER_WAY = 10_000  # requests that are taken and not acknowledged: more than admission ever grants
 MAX_REQUESTS = 100_000
@@ -74,6 +75,16 @@ class Names:
         return f"{self.prefix}.requests"
 
     @property
+    def record_subjects(self) -> str:
+        """Of every record."""
+        return f"{self.prefix}.records.>"
+
+    @property
+    def dead_subjects(self) -> str:
+        """Of every dead letter."""
+        return f"{self.prefix}.dead.>"
+
+    @property
     def claim_subjects(self) -> str:
         """Of the claims among the records."""
         return f"{self.prefix}.records.*.*.claim"
@@ -94,7 +105,7 @@ def all_streams(names: Names, max_store_bytes: int) -> tuple[StreamConfig, ...]:
 def runners(names: Names) -> ConsumerConfig:
     """The one consumer of the work queue, from which all runners pull."""
     return ConsumerConfig(
-        durable_name="runners",
+        durable_name=RUNNERS,
         filter_subject=names.request_subject,
         ack_policy=AckPolicy.EXPLICIT,
         ack_wait=ACK_WAIT_S,
@@ -125,7 +136,7 @@ def _records(names: Names, max_bytes: int) -> StreamConfig:
     """
     return StreamConfig(
         name=names.records,
-        subjects=[f"{names.prefix}.records.>"],
+        subjects=[names.record_subjects],
         discard=DiscardPolicy.NEW,
         storage=StorageType.FILE,
         num_replicas=1,
@@ -154,7 +165,7 @@ def _dead_letters(names: Names, max_bytes: int) -> StreamConfig:
     """One letter per subject, which names the message: setting it aside again after a restart changes nothing."""
     return StreamConfig(
         name=names.dead_letters,
-        subjects=[f"{names.prefix}.dead.>"],
+        subjects=[names.dead_subjects],
         discard=DiscardPolicy.OLD,
         storage=StorageType.FILE,
         num_replicas=1,

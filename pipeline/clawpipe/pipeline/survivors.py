@@ -18,7 +18,7 @@ DROPPED = "dropped"  # for whatever reason
 EVERY_HARNESS = ""
 QUANTITIES = ("sampled", "calls", "wall_s", "reward")
 
-_read: dict[str, Callable[[Row], float | None]] = {
+_READ: dict[str, Callable[[Row], float | None]] = {
     "sampled": lambda row: row.sampled,
     "calls": lambda row: row.calls,
     "wall_s": lambda row: row.ended_s - row.started_s if row.outcome else None,
@@ -87,7 +87,7 @@ def _measures(rows: Sequence[Row], trained: Sequence[Row]) -> dict[str, Measure]
 
 
 def _values(quantity: str, rows: Sequence[Row]) -> list[float]:
-    return [value for row in rows if (value := _read[quantity](row)) is not None]
+    return [value for row in rows if (value := _READ[quantity](row)) is not None]
 
 
 def _measure(values: Sequence[float], trained: Sequence[float]) -> Measure:

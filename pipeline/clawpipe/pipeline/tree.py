@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import msgspec
 import numpy as np
 
+from clawpipe.pipeline.radix import Node, at_depth, insert
 from clawpipe.pipeline.records import CallRecord, FinishReason, FloatArray, IntArray, Role, floats, ints
 
 ADDRESS_BYTES = 16
@@ -60,6 +61,11 @@ class Placed:
     call: Call
     prompt_node: int
     end_node: int
+
+    @property
+    def arrival(self) -> tuple[int, str]:
+        """Orders the calls of a rollout as they arrived."""
+        return self.call.index, self.call.call_id
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +128,8 @@ def resolve(records: Iterable[CallRecord]) -> list[Call]:
     """
     unique = _unique(records)
     children: dict[str | None, list[CallRecord]] = {}
-    for record in sorted(unique.values(), key=lambda r: (r.index, r.call_id)):
+    # The calls that fork from one parent from top to bottom: each then cuts only what is left below the one before.
+    for record in sorted(unique.values(), key=lambda r: (r.parent_tokens, r.index, r.call_id)):
         children.setdefault(record.parent, []).append(record)
     calls: dict[str, Call] = {}
     ready = deque(children.get(None, ()))
@@ -137,14 +144,14 @@ def resolve(records: Iterable[CallRecord]) -> list[Call]:
 
 def build(calls: Iterable[Call]) -> PrefixTree:
     """The tree of the calls. Costs O(new tokens): a child starts at the end of what it shares with its parent."""
-    root = _Node(np.empty(0, np.int32), None)
-    placed: dict[str, tuple[Call, _Node, _Node]] = {}
+    root = Node(np.empty(0, np.int32), None)
+    placed: dict[str, tuple[Call, Node, Node]] = {}
     for call in _parents_first(calls):
         node, offset = root, 0
         if call.parent is not None:
-            node, offset = _at_depth(placed[call.parent.call_id][2], call.parent_tokens)
-        prompt = _insert(node, offset, call.delta)
-        placed[call.call_id] = call, prompt, _insert(prompt, len(prompt.tokens), call.completion)
+            node, offset = at_depth(placed[call.parent.call_id][2], call.parent_tokens)
+        prompt = insert(node, offset, call.delta)
+        placed[call.call_id] = call, prompt, insert(prompt, len(prompt.tokens), call.completion)
     return _freeze(root, list(placed.values()))
 
 
@@ -202,79 +209,8 @@ def _parents_first(calls: Iterable[Call]) -> Iterator[Call]:
         yield from reversed(chain)
 
 
-@dataclass(slots=True, eq=False)
-class _Node:
-    """`jump` is a node further up, at a distance that grows with the level: the way up a path of n nodes takes
-    O(log n) steps (skew-binary jump pointers; Myers 1983)."""
-
-    tokens: IntArray
-    parent: _Node | None
-    depth: int = 0
-    level: int = 0  # nodes above, when the jump was set
-    jump: _Node | None = None
-    children: dict[int, _Node] = field(default_factory=dict)
-
-    def hang(self, parent: _Node) -> None:
-        """Takes its place below `parent`."""
-        far = parent.jump
-        even = far is not None and far.jump is not None and parent.level - far.level == far.level - far.jump.level
-        self.parent, self.level = parent, parent.level + 1
-        self.jump = far.jump if even and far is not None else parent
-
-
-def _at_depth(node: _Node, depth: int) -> tuple[_Node, int]:
-    """The node on the path to `node` that holds the token before `depth`, and how many of its tokens are above."""
-    while node.parent is not None and node.parent.depth >= depth:
-        node = node.jump if node.jump is not None and node.jump.depth >= depth else node.parent
-    return node, depth - (node.depth - len(node.tokens))
-
-
-def _insert(node: _Node, offset: int, tokens: IntArray) -> _Node:
-    """Follows `tokens` from `offset` within `node`, adds what is new; returns the node at whose end they end."""
-    while True:
-        rest = node.tokens[offset:]
-        shared = _common(rest, tokens)
-        if shared < len(rest):
-            node = _split(node, offset + shared)
-        tokens = tokens[shared:]
-        if not len(tokens):
-            return node
-        child = node.children.get(int(tokens[0]))
-        if child is None:
-            return _grow(node, tokens)
-        node, offset = child, 0
-
-
-def _grow(node: _Node, tokens: IntArray) -> _Node:
-    child = _Node(tokens, node, node.depth + len(tokens))
-    child.hang(node)
-    node.children[int(tokens[0])] = child
-    return child
-
-
-def _common(a: IntArray, b: IntArray) -> int:
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    return int(differs.argmax()) if differs.any() else n
-
-
-def _split(node: _Node, at: int) -> _Node:
-    """Cuts the node after `at` tokens; returns the upper part. The lower part stays the same object: ends at it
-    stay ends at it."""
-    above = node.parent
-    assert above is not None, "the root has no tokens to split"
-    assert 0 < at < len(node.tokens)
-    upper = _Node(node.tokens[:at], above, node.depth - len(node.tokens) + at)
-    upper.hang(above)
-    above.children[int(node.tokens[0])] = upper
-    node.tokens = node.tokens[at:]
-    node.hang(upper)
-    upper.children[int(node.tokens[0])] = node
-    return upper
-
-
-def _freeze(root: _Node, placed: Sequence[tuple[Call, _Node, _Node]]) -> PrefixTree:
-    nodes: list[_Node] = []
+def _freeze(root: Node, placed: Sequence[tuple[Call, Node, Node]]) -> PrefixTree:
+    nodes: list[Node] = []
     number: dict[int, int] = {}
     stack = [root]
     while stack:
@@ -289,7 +225,7 @@ def _freeze(root: _Node, placed: Sequence[tuple[Call, _Node, _Node]]) -> PrefixT
         end=np.array(_subtree_ends(parent), np.int32),
         depth=np.array([n.depth for n in nodes], np.int32),
         tokens=tuple(n.tokens for n in nodes),
-        calls=tuple(sorted(calls, key=lambda p: (p.call.index, p.call.call_id))),
+        calls=tuple(sorted(calls, key=lambda p: p.arrival)),
     )
 
 

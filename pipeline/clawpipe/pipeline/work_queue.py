@@ -14,11 +14,12 @@ import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
+from clawpipe.pipeline.decoding import UNREADABLE
+from clawpipe.pipeline.publishing import message_id
 from clawpipe.pipeline.records import DeadLetter, Flaw, RolloutRequest
 from clawpipe.pipeline.stream_reader import LOST, RETRY_S
-from clawpipe.pipeline.streams import ACK_WAIT_S, Names
+from clawpipe.pipeline.streams import ACK_WAIT_S, RUNNERS, Names
 
-RUNNERS = "runners"
 PULL_WAIT_S = 2.0
 WITHDRAW_S = 60.0
 
@@ -30,7 +31,7 @@ class Delivery:
     """A request taken from the work queue. It comes again unless it is acknowledged or kept in progress."""
 
     request: RolloutRequest
-    attempt: int  # deliveries of this request so far, this one included
+    attempt: int  # no two deliveries of a request have the same; a later one has a higher
     _msg: Msg
 
     async def ack(self) -> None:
@@ -72,21 +73,21 @@ class WorkQueue:
             await anyio.sleep(RETRY_S)
             return None
         try:
-            return Delivery(_decode_request(msg.data), int(msg.metadata.num_delivered or 1), msg)
-        except msgspec.MsgspecError as err:
+            return Delivery(_decode_request(msg.data), _attempt(), msg)
+        except UNREADABLE as err:
             await self._bury(msg, err)
             return None
 
     async def _bury(self, msg: Msg, err: Exception) -> None:
         """The letter first: a crash in between sets it aside once more, which changes nothing."""
-        message_id = (msg.headers or {}).get("Nats-Msg-Id", "")
+        rollout_id = message_id(msg)
         letter = DeadLetter(
             flaw=Flaw.UNREADABLE,
             detail=f"a rollout request: {err}",
             sequence=int(msg.metadata.sequence.stream),
             subject=msg.subject,
-            message_id=message_id,
-            rollout_id=message_id,
+            message_id=rollout_id,
+            rollout_id=rollout_id,
             body=msg.data,
             set_aside_s=time.time(),
         )
@@ -136,5 +137,14 @@ class WorkQueue:
             return None
         try:
             return raw.seq or sequence, _decode_request(raw.data or b"")
-        except msgspec.MsgspecError:
+        except UNREADABLE:
             return raw.seq or sequence, None
+
+
+def _attempt() -> int:
+    """Microseconds since 1970.
+
+    Not the server's count of deliveries: a server that is killed forgets it, and two runs of a rollout under one
+    number would be mixed.
+    """
+    return time.time_ns() // 1000
