@@ -9,7 +9,7 @@ import pytest
 from broker_scripts import call, plain_client, request, set_up, take
 
 from clawpipe.pipeline import entries
-from clawpipe.pipeline.entries import DETAIL_CHARS, KEPT_BYTES, LETTER_BYTES
+from clawpipe.pipeline.entries import DETAIL_CHARS, KEPT_BYTES, LETTER_BYTES, MAX_DEPTH
 from clawpipe.pipeline.records import SCHEMA, DeadLetter, Flaw, encode
 
 pytestmark = pytest.mark.anyio
@@ -139,3 +139,36 @@ async def test_a_request_that_cannot_be_read_is_withdrawn_with_the_others(nats_s
 
 def test_a_short_letter_is_not_cut():
     assert entries.cut(letter(1, body=b"x")) == letter(1, body=b"x")
+
+
+async def test_a_letter_of_the_longest_names_is_stored(nats_server):
+    """A subject of 4 KiB that is no UTF-8 has 12 KiB as text, and twice."""
+    name = "\ufffd" * 3900
+    longest = letter(
+        1,
+        message_id="\U0001f600" * 16_000,
+        rollout_id=name,
+        subject=f"clawpipe.records.call.{name}",
+        detail="\U0001f600" * 2000,
+        body=bytes(LETTER_BYTES),
+    )
+    async with set_up(nats_server) as broker:
+        await broker.set_aside(longest)
+        await broker.set_aside(msgspec.structs.replace(longest, sequence=2, body=bytes(LETTER_BYTES + 1)))
+        whole, shortened = await broker.read_dead_letters()
+        assert (whole.rollout_id, whole.body) == (name, longest.body)
+        assert len(whole.message_id) == len(shortened.message_id) == DETAIL_CHARS
+        assert shortened.body == bytes(KEPT_BYTES)
+
+
+def nested(depth):
+    found = {}
+    for _ in range(depth - 1):
+        found = {"a": found}
+    return encode(msgspec.structs.replace(call("r-1", 0), requested=found))
+
+
+def test_a_call_is_read_only_if_it_can_be_written_again():
+    assert entries.read(1, SUBJECT, "id", nested(MAX_DEPTH)).flaw is None
+    deep = entries.read(1, SUBJECT, "id", nested(MAX_DEPTH + 1))
+    assert (deep.flaw, deep.detail) == (Flaw.UNREADABLE, f"it is nested deeper than {MAX_DEPTH}")

@@ -364,6 +364,21 @@ def test_a_record_of_a_rollout_that_nobody_asked_for_is_a_dead_letter_and_holds_
     assert flow.scheduler.next_number == 6
 
 
+@pytest.mark.parametrize(
+    "rollout_id", ["r-0000000-0", "r-000000-00", "r-000000-0-0", "r-00000\u0660-0", "r-000000-0-1"]
+)
+def test_a_rollout_that_only_looks_like_one_that_was_asked_for_takes_no_place(rollout_id):
+    flow = make_flow()
+    stream = Stream(flow)
+    requests = started(flow)
+    script = Script(rollout_id)
+    script.call([1], [2])
+    stream(*script.records, script.manifest(Scored(reward=1.0)), *two_turns(requests[0]))
+    flow.check()
+    assert [letter.flaw for letter in stream.letters] == ["unadmitted", "unadmitted"]
+    assert [rollout.rollout_id for rollout in flow.scheduler.waiting] == ["r-000000-0"]
+
+
 def test_a_dead_letter_holds_the_record_as_it_came():
     flow = make_flow()
     feed = Stream(flow)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
-from clawpipe.actors.verify.score import score
+from clawpipe.actors.verify.score import Graded, score
 
 
 @pytest.mark.parametrize(
@@ -53,3 +54,9 @@ def test_output_without_a_usable_verdict_is_a_named_zero(output: str, check: str
     assert graded.reward == 0.0
     assert graded.checks == {check: 0.0}
     assert graded.note
+
+
+def test_half_a_surrogate_pair_in_a_name_can_be_sent() -> None:
+    verdict = score('{"\\ud83d": 1, "ok": 0}')
+    assert (verdict.reward, verdict.checks) == (0.5, {"?": 1.0, "ok": 0.0})
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Graded) == verdict

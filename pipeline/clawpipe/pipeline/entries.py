@@ -17,10 +17,11 @@ from clawpipe.pipeline.decoding import UNREADABLE
 from clawpipe.pipeline.records import SCHEMA, CallRecord, DeadLetter, Flaw, RolloutManifest
 
 CALL, MANIFEST = "call", "manifest"
-LETTER_BYTES = 512 * 1024  # of a dead letter's body; the record itself stays in the stream until it is purged
+LETTER_BYTES = 480 * 1024  # of a dead letter's body; the record itself stays in the stream until it is purged
 KEPT_BYTES = 64 * 1024  # of a longer one
 DETAIL_CHARS = 1000
 DIGEST_BYTES = 16
+MAX_DEPTH = 64  # of what a harness asked for: one that can just be read could not be written again
 
 _decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
     CALL: msgspec.msgpack.Decoder(CallRecord),
@@ -85,6 +86,8 @@ def read(sequence: int, subject: str, message_id: str, body: bytes) -> Entry:
     if record.rollout_id != rollout_id:
         detail = f"it names rollout {record.rollout_id}, and came as one of {rollout_id}"
         return bad(sequence, subject, message_id, body, Flaw.UNSOUND, detail)
+    if kind == CALL and _is_deeper(record.requested, MAX_DEPTH):
+        return bad(sequence, subject, message_id, body, Flaw.UNREADABLE, f"it is nested deeper than {MAX_DEPTH}")
     return Entry(sequence, subject, message_id, rollout_id, record)
 
 
@@ -101,9 +104,10 @@ def digest_of(body: bytes) -> str:
 
 def cut(letter: DeadLetter) -> DeadLetter:
     """The letter in a size that one message holds: of a longer body its beginning, its length and its digest."""
-    detail = letter.detail[:DETAIL_CHARS]
+    detail, message_id = letter.detail[:DETAIL_CHARS], letter.message_id[:DETAIL_CHARS]
+    letter = msgspec.structs.replace(letter, detail=detail, message_id=message_id)
     if len(letter.body) <= LETTER_BYTES:
-        return msgspec.structs.replace(letter, detail=detail)
+        return letter
     digest = digest_of(letter.body)
     detail = f"{detail} [body of {len(letter.body)} bytes, blake2b {digest}, cut to {KEPT_BYTES}]"
     return msgspec.structs.replace(letter, body=letter.body[:KEPT_BYTES], detail=detail)
@@ -116,6 +120,15 @@ def _what_is_wrong(body: bytes, err: Exception) -> tuple[Flaw, str]:
     except UNREADABLE:
         return Flaw.UNREADABLE, str(err)
     return (Flaw.UNKNOWN_SCHEMA, _newer(schema)) if schema > SCHEMA else (Flaw.UNREADABLE, str(err))
+
+
+def _is_deeper(value: object, depth: int) -> bool:
+    """Whether lists and tables lie in each other more than `depth` times."""
+    if isinstance(value, dict):
+        value = (*value, *value.values())
+    if not isinstance(value, list | tuple):
+        return False
+    return depth == 0 or any(_is_deeper(each, depth - 1) for each in value)
 
 
 def _newer(schema: int) -> str:

@@ -96,7 +96,7 @@ class Intake:
         if name is None or name.place >= self._schedule.group_size:
             return None
         if not self._holdings.catching_up:
-            return name if name.number < self._holdings.scheduler.next_number else None
+            return name if self._holdings.scheduler.was_requested(name) else None
         end = self._earlier.end_number
         beyond = end is not None and name.number >= max(end, self._holdings.scheduler.next_number)
         return None if beyond or entry.sequence in self._earlier.turned_away else name

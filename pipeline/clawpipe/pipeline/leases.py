@@ -181,9 +181,17 @@ class Leases:
             held.ledger.dropped(rollout.rollout_id, reason)
             if key in fresh:
                 held.admission.release(key, 1)
+            if reason is DropReason.MALFORMED:
+                self._log.warning(
+                    "rollout of a version that the learner has not made",
+                    rollout=rollout.rollout_id,
+                    version=rollout.newest_version,
+                    learner=held.version,
+                )
         left = {group.group_id for group in (*taken.groups, *held.replay.groups)}
-        for key in dict.fromkeys(key for key, _, _ in taken.dropped if key not in left):
+        for key, reason in {key: reason for key, _, reason in taken.dropped if key not in left}.items():
             held.end(key)
+            self._log.info("group dropped", group=key, reason=reason.value)
 
     def _refuse(self, batch: Built, message: Stepped) -> None:
         reason = DropReason.REFUSED if message.refused else DropReason.NO_STEP

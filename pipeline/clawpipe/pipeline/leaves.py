@@ -82,8 +82,11 @@ def _live(
         segment = top, bisect_left(compactions, leaf.call.index)
         best[segment] = max(best.get(segment, leaf), leaf, key=lambda p: (tree.depth[p.end_node], p.call.index))
     found = []
+    epochs: dict[int, list[tuple[int, Placed]]] = {}
+    for (top, epoch), leaf in best.items():
+        epochs.setdefault(top, []).append((epoch, leaf))
     for (top, epoch), leaf in sorted(best.items(), key=lambda item: item[1].arrival):
-        later = [p for (other, after), p in best.items() if other == top and after > epoch]
+        later = [p for after, p in epochs[top] if after > epoch]
         below = [p for p in later if tree.is_within(p.end_node, leaf.prompt_node)]
         if not (below and _was_retried(tree, leaf, below, valid, compactions)):
             found.append(leaf)

@@ -59,9 +59,10 @@ def group_id(number: int) -> str:
 
 
 def parse(rollout_id: str) -> RolloutName | None:
-    """The parts of an id that we made, or None."""
+    """The parts of an id that we made, or None: one rollout has one id, without zeros that another could leave out."""
     found = _ROLLOUT.fullmatch(rollout_id)
-    return RolloutName(int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+    name = RolloutName(int(found[1]), int(found[2]), int(found[3] or 0)) if found else None
+    return name if str(name) == rollout_id else None
 
 
 @dataclass(slots=True)
@@ -204,6 +205,13 @@ class Scheduler:
     def is_over(self, number: int) -> bool:
         """Whether the group is complete: nothing can be added to it."""
         return number in self._over
+
+    def was_requested(self, name: RolloutName) -> bool:
+        """Whether such a rollout can have been asked for. Of a complete group it is not known which ones were."""
+        group = self._groups.get(name.group_id)
+        if group is None or name.place >= len(group.places):
+            return name.number < self.next_number and name.place < self._group_size
+        return name.again <= group.places[name.place].again
 
     def settle(self, rollout: Rollout) -> Settlement:
         """A rollout is closed."""

@@ -31,7 +31,7 @@ def score(output: str) -> Graded:
     found = _last_object(output)
     if found is None:
         return zero("grader_printed_no_json", f"printed no JSON object: {output[-200:]!r}")
-    numbers = {key: value for key, value in found.items() if isinstance(value, bool | int | float)}
+    numbers = {_text(key): value for key, value in found.items() if isinstance(value, bool | int | float)}
     if not numbers:
         return zero("grader_printed_no_number", f"printed no numeric value: {output[-200:]!r}")
     for key, value in numbers.items():
@@ -44,6 +44,11 @@ def score(output: str) -> Graded:
 def zero(check: str, note: str) -> Graded:
     """The agent's zero, with the check that names its reason."""
     return Graded(reward=0.0, checks={check: 0.0}, note=note)
+
+
+def _text(key: str) -> str:
+    """JSON may hold half a surrogate pair, and no message of ours can."""
+    return key.encode("utf-8", "replace").decode()
 
 
 def _last_object(output: str) -> dict[str, Any] | None:
