@@ -109,6 +109,20 @@ def test_a_rollout_that_the_clock_dropped_stays_dropped_though_its_call_came_lat
     assert totals(run.flow).reasons == {"incomplete": 1}
 
 
+def test_what_was_too_old_for_a_batch_does_not_wait_again_behind_the_cursor_of_the_last_checkpoint(life):
+    run = life()
+    requests = everything(run)
+    run.flow.lease(version=9)
+    run.flush()
+    cursor = run.flow.cursor()  # of a checkpoint that is being written
+    assert cursor.sequence == len(run.stream) + 1
+    run.restart()
+    assert run.flow.cursor() == cursor
+    assert run.flow.replay.groups == ()
+    assert run.flow.admission.held == 0
+    assert totals(run.flow).reasons == {"stale": len(requests)}
+
+
 def test_a_group_of_which_every_rollout_vanished_is_asked_for_again(life):
     run = life()
     requests = started(run.flow)

@@ -28,6 +28,12 @@ UNBOOKED_ADMISSIONS = 8
 _NOT_IN_THE_STREAM = frozenset({DropReason.INCOMPLETE.value, DropReason.LOST.value})
 
 
+# Why a rollout left the queue for good: its records alone would put it there again.
+_OUT_OF_THE_QUEUE = frozenset(
+    reason.value for reason in (DropReason.STALE, DropReason.SMALL_GROUP, DropReason.REFUSED, DropReason.NO_STEP)
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Anchor:
     """Where the run is taken up."""
@@ -107,6 +113,7 @@ def rejoin(flow: Flow, stored: Stored, at: Anchor, pending: Sequence[RolloutRequ
         flow.scheduler.know(rollout_id)
     for row in stored.rows:
         _restore_trainings(flow, row, at)
+    _drop_again(flow, stored)
 
 
 def claims(stored: Stored, at: Anchor) -> list[BatchRow]:
@@ -187,6 +194,24 @@ def _restore_trainings(flow: Flow, row: Row, at: Anchor) -> None:
     here = flow.ledger.rows.get(row.rollout_id)
     if updates and here is not None and here.state is RolloutState.QUEUED:
         flow.ledger.trained_before(row.rollout_id, updates, row.set_aside)
+
+
+def _drop_again(flow: Flow, stored: Stored) -> None:
+    """What left the queue stays out of it: the checkpoint that is on its way does not hold it as waiting."""
+    rows = (row for row in stored.rows if row.state is RolloutState.DROPPED and row.reason in _OUT_OF_THE_QUEUE)
+    reasons = {row.rollout_id: DropReason(row.reason) for row in rows}
+    for group in flow.replay.groups:
+        if reasons.keys().isdisjoint(rollout.rollout_id for rollout in group.rollouts):
+            continue
+        flow.replay.remove(group.group_id)
+        for rollout in group.rollouts:
+            if rollout.rollout_id in reasons:
+                flow.ledger.dropped(rollout.rollout_id, reasons[rollout.rollout_id])
+        left = tuple(rollout for rollout in group.rollouts if rollout.rollout_id not in reasons)
+        if left:
+            flow.replay.put(replace(group, rollouts=left))
+        else:
+            flow.holdings.end(group.group_id)
 
 
 def _dropped_by_the_clock(row: Row) -> bool:
