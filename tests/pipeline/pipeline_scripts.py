@@ -117,7 +117,7 @@ class Script:
 
 def own(rollout_id):
     """The first of a hundred tokens that no other place of a group of ten samples."""
-    return 100 * (1 + int(rollout_id.removeprefix("r-").replace("-", "")))
+    return 100 * (1 + int(rollout_id.removeprefix("r-").replace("-", "")) % 10_000_000)
 
 
 def simple(rollout_id, reward, *, version=0, tokens=3, harness="agentloop", prompt=(1, 2)):

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from pipeline_scripts import Script, own, two_turns
 
 from clawpipe.pipeline import restart
-from clawpipe.pipeline.books import RolloutState
+from clawpipe.pipeline.books import RolloutState, Standing
 from clawpipe.pipeline.flow import Order
 from clawpipe.pipeline.ledger_file import LedgerFile, reading
 from clawpipe.pipeline.proof import first_breach
@@ -87,6 +87,8 @@ class Machine(RuleBasedStateMachine):
         self.file = LedgerFile(Path(self.folder.name, "ledger.sqlite"))
         self.tables, self.max_reuse = tables(chosen), chosen["max_reuse"]
         self.flow = make_flow(**self.tables)
+        self.flow.ledger.stands(Standing())  # as the service does at a run's first start
+        self.flush()
         self.queue = {}  # the work queue: rollout id -> (request, deliveries)
         self.outboxes = {}  # messages that an actor still has to publish
         self.stream = []  # [(sequence, Sent)]

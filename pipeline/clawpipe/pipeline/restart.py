@@ -170,7 +170,7 @@ def _earlier(flow: Flow, stored: Stored, at: Anchor, letters: Iterable[DeadLette
         requests={row.rollout_id: _request(row) for row in rows if row.task_id},
         uses=at.cursor.uses,
         turned_away={letter.sequence for letter in letters if letter.flaw is Flaw.UNADMITTED},
-        end_number=max(name.number for name in names) + 1 + margin if names else None,
+        end_number=None if stored.empty else max((name.number for name in names), default=-1) + 1 + margin,
     )
 
 
