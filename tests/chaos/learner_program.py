@@ -136,6 +136,7 @@ def main(run_dir: Path) -> None:
             position=position,
             push_every=config.push.every_updates,
             checkpoint_every=config.checkpoint.every_updates,
+            max_nonfinite_in_row=config.learner.max_nonfinite_in_row,
             stop=lambda: bool(told),
             log=start_log("learner"),
         )

@@ -45,6 +45,19 @@ def written(tmp_path: Path, text: str) -> Path:
         ("[learner]\nlr = inf", r"c\.toml: learner\.lr is inf, nan or holds a NUL character; give a finite"),
         ('[sandbox]\nrootfs = "a\\u0000"', r"sandbox\.rootfs is inf, nan or holds a NUL"),
         ('[engines]\nurls = ["a", "\\u0000"]', r"engines\.urls\.1 is inf, nan or holds a NUL"),
+        (
+            "[learner.lr_schedule]\nkind = 'step'",
+            r"learner\.lr_schedule\.kind: .*write one of constant, cosine, linear",
+        ),
+        ("[learner.lr_schedule]\nkind = 'cosine'", r"key `decay_updates` is missing in learner\.lr_schedule; add it"),
+        (
+            "[learner.lr_schedule]\nkind = 'linear'\ndecay_updates = 5\nmin_lr = 1e-3",
+            r"learner: lr_schedule\.min_lr = 0\.001 is above lr = 1e-06, and the rate only falls; lower min_lr",
+        ),
+        (
+            "[checkpoint]\nevery_updates = 10\nkeep_every = 25",
+            r"checkpoint: keep_every = 25 is not a multiple of every_updates = 10: most of what it is to keep",
+        ),
         ("[modle]\n", r"unknown key `modle` in the top level"),
         ("[model]\npath = 'x'", r"model: set exactly one of `path` and \[model\.tiny\]"),
         ("[learner.parallel]\nprocesses = 3\ntensor = 2", r"processes = 3 is not a multiple"),
@@ -83,6 +96,31 @@ def written(tmp_path: Path, text: str) -> Path:
             r"harness\[1\]\.api: .* 'x'; write one of anthropic-messages, op",
         ),
         ("[algorithm]\nkind = 'dpo'", r"algorithm\.kind: invalid value 'dpo'; write one of grpo, ppo$"),
+        (
+            "[correction]\nkind = 'gspo'",
+            r"correction\.kind: invalid value 'gspo'; write one of binary_tv, cispo, decoupled, geometric_mask, "
+            r"icepop, none, topr, truncated$",
+        ),
+        ("[correction]\nkind = 'icepop'\ncap = 2.0", r"unknown key `cap` in correction; remove it"),
+        ("[correction]\nkind = 'none'\ndecay = 0.5", r"unknown key `decay` in correction; remove it"),
+        ("[correction]\ncap = 0.5", r"correction\.cap: expected `float` >= 1"),
+        ("[correction]\nkind = 'icepop'\nlow = 1.5", r"correction\.low: expected `float` <= 1"),
+        ("[correction]\nkind = 'icepop'\nlow = 0", r"correction\.low: expected `float` > 0"),
+        ("[correction]\nkind = 'geometric_mask'\nhigh = 0.9", r"correction\.high: expected `float` >= 1"),
+        (
+            "[correction]\nkind = 'icepop'\nlow = 1.0\nhigh = 1.0",
+            r"correction: low = 1\.0 is not below high = 1\.0: every token would be left out; raise high",
+        ),
+        ("[correction]\nkind = 'decoupled'\nmask_above = 0.5", r"correction\.mask_above: expected `float` >= 1"),
+        ("[correction]\nkind = 'binary_tv'\ndelta = 0", r"correction\.delta: expected `float` > 0"),
+        (
+            "[correction]\nkind = 'none'\n[correction.auto_throttle]",
+            r"correction: kind = \"none\" gives every token the weight 1, .* remove \[correction\.auto_throttle\]",
+        ),
+        (
+            "[correction]\nkind = 'cispo'\n[correction.auto_throttle]\nfor_updates = 0",
+            r"correction\.auto_throttle\.for_updates: expected `int` >= 1",
+        ),
     ],
 )
 def test_a_wrong_key_is_one_line_that_names_it(tmp_path, addition, message):
@@ -125,6 +163,42 @@ def test_documents_of_an_mcp_server_are_relative_to_the_configuration(tmp_path):
 def test_an_override_of_something_that_is_not_there_is_refused(tmp_path, assignment):
     with pytest.raises(ConfigError, match="--set"):
         configuration.load(written(tmp_path, MINIMAL + "[run]\nname = 'n'\n"), parse_overrides([assignment]))
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("", configuration.TruncatedConfig(cap=2.0, decay=1.0)),
+        ("[correction]", configuration.TruncatedConfig()),
+        ("[correction]\ndecay = 0.5", configuration.TruncatedConfig(decay=0.5)),
+        ("[correction]\nkind = 'none'", configuration.UncorrectedConfig()),
+        ("[correction]\nkind = 'truncated'\ncap = 3", configuration.TruncatedConfig(cap=3.0)),
+        ("[correction]\nkind = 'decoupled'", configuration.DecoupledConfig(mask_above=5.0)),
+        ("[correction]\nkind = 'icepop'\nhigh = 2.0", configuration.IcePopConfig(low=0.5, high=2.0)),
+        (
+            "[correction]\nkind = 'geometric_mask'\nlow = 0.9",
+            configuration.GeometricMaskConfig(low=0.9, high=1.01, veto_below=1e-4, cap=2.0),
+        ),
+        ("[correction]\nkind = 'cispo'\ncap = 4.0", configuration.CispoConfig(cap=4.0)),
+        ("[correction]\nkind = 'topr'", configuration.ToprConfig()),
+        ("[correction]\nkind = 'binary_tv'\ndelta = 0.3", configuration.BinaryTvConfig(delta=0.3, kl_coef=1e-3)),
+        (
+            "[correction]\n[correction.auto_throttle]\ness_below = 0.3",
+            configuration.TruncatedConfig(auto_throttle=configuration.AutoThrottle(ess_below=0.3, for_updates=3)),
+        ),
+    ],
+)
+def test_every_kind_of_correction_loads_and_reads_back(tmp_path, table, expected):
+    loaded = configuration.load(written(tmp_path, MINIMAL + table))
+    assert loaded.correction == expected
+    stored = tmp_path / "config.json"
+    stored.write_bytes(configuration.dump(loaded))
+    assert configuration.restore(stored) == loaded
+
+
+def test_overrides_of_a_correction_need_not_name_its_kind(tmp_path):
+    loaded = configuration.load(written(tmp_path, MINIMAL), {"correction.cap": 3.0})
+    assert loaded.correction == configuration.TruncatedConfig(cap=3.0)
 
 
 def test_relative_paths_are_relative_to_the_file(tmp_path):

@@ -7,11 +7,14 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline.forest import Batch, Forest, RolloutRow
 from clawpipe.pipeline.records import float_bytes, int_bytes
+from clawpipe.pipeline.runtime import Runtime
 
 with warnings.catch_warnings():
     # Megatron-Core and torch warn about each other while they are imported.
@@ -118,6 +121,26 @@ def make_batch(version: int = 0, seed: int = 0, batch_id: str = "b1") -> Batch:
         for row in range(6)
     )
     return Batch(batch_id=batch_id, version=version, rollouts=rollouts, forests=tuple(forests))
+
+
+@pytest.fixture(scope="session")
+def make_run() -> Callable[..., Path]:
+    """Makes a folder that of a run on a model."""
+
+    def make(model_dir: Path, folder: Path) -> Path:
+        raw = {
+            "model": {"path": str(model_dir)},
+            "harness": [{"kind": "agentloop"}],
+            "tasks": [{"kind": "filing"}],
+        }
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_bytes(configuration.dump(msgspec.convert(raw, configuration.Config)))
+        # Where the folder was when it ran is of no account.
+        run = Runtime(run_id="cp-test", run_dir="/elsewhere", start_model_dir=str(model_dir))
+        (folder / "runtime.json").write_bytes(msgspec.json.encode(run))
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session", name="make_forest")

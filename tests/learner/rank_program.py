@@ -20,20 +20,20 @@ from clawpipe.learner.correction import build_correction
 from clawpipe.learner.model import build_model
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.update import Objective, Policy, update
-from clawpipe.pipeline.config import CorrectionConfig, GrpoConfig, LearnerConfig, ParallelConfig
+from clawpipe.pipeline.config import GeometricMaskConfig, GrpoConfig, LearnerConfig, LinearRate, ParallelConfig
 from clawpipe.pipeline.records import StreamCursor
 
 
 def train(plan: dict, ranks: parallel.Ranks, layout: ParallelConfig) -> dict:
-    settings = LearnerConfig(lr=1e-3, eps=1e-4, clip_grad=0.05)
-    model = build_model(Path(plan["model"]), layout, torch.float32, seed=0)
+    settings = LearnerConfig(lr=1e-3, eps=1e-4, clip_grad=0.05, lr_schedule=LinearRate(decay_updates=12))
+    model = build_model(Path(plan["model"]), layout, torch.float32, 0, plan.get("recompute", "none"))
     hf.load(model, Path(plan["model"]))
     wrapped = wrap(model)
     optimizer = AdamW(wrapped, settings)
     policy = Policy(model=wrapped, optimizer=optimizer, ranks=ranks)
     objective = Objective(
         algorithm=GrpoConfig(),
-        correction=build_correction(CorrectionConfig()),
+        correction=build_correction(GeometricMaskConfig(low=0.4, high=1.5, veto_below=0.05, cap=1.5)),
         temperature=1.0,
         max_staleness=4,
         minibatches=plan["minibatches"],
@@ -45,13 +45,15 @@ def train(plan: dict, ranks: parallel.Ranks, layout: ParallelConfig) -> dict:
     for number, path in enumerate(plan["batches"]):
         batch = batches.decode(Path(path).read_bytes())
         forests = batches.load(batch, vocab_size=64, version=9)
-        report.append(update(policy, batch.rollouts, forests, version=9, objective=objective).metrics)
+        done = update(policy, batch.rollouts, forests, version=9, objective=objective)
+        masked = {f"masked/{reason}": tokens for reason, tokens in done.masked_tokens.items()}
+        report.append({**done.metrics, **masked, "next_lr": optimizer.next_lr})
         if number == 0 and plan.get("weights"):
             hf.save_weights(wrapped, Path(plan["weights"]))
         if number == 0 and plan.get("save"):
             cursor = StreamCursor(sequence=17, done=("r9",))
             checkpoint.save(Path(plan["save"]), wrapped, optimizer, version=5, updates=4, cursor=cursor, keep_last=2)
-    return {"metrics": report}
+    return {"metrics": report, "num_parameters": sum(parameter.numel() for parameter in model.parameters())}
 
 
 def execute(plan: dict) -> None:

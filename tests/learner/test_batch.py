@@ -68,6 +68,8 @@ def test_a_good_batch_becomes_tensors(make_batch):
         ("entry_version", put(0, 1), "versions outside 0..0"),
         ("entry_version", put(0, -1), "versions outside 0..0"),
         ("entry_rollout", put(0, 6), "does not have"),
+        ("entry_branch", lambda v: np.array([0, 1]), "lengths disagree"),
+        ("entry_branch", lambda v: np.array([-1] + 14 * [0]), "branches that are negative"),
         ("entry_rollout", put(0, 1), "num_trainable"),
     ],
 )
@@ -76,6 +78,18 @@ def test_a_broken_rule_refuses_the_batch_whole(make_batch, field, change, reason
         load(spoil(make_batch(), field, change))
     assert "b1" in str(error.value)
     assert "r0" in str(error.value)
+
+
+def test_entries_without_a_branch_are_of_branch_0_and_segments_tell_rollouts_and_branches_apart(make_batch):
+    first, second = load(make_batch())
+    assert first.entry_branch_E.tolist() == [0] * 15
+    assert second.segments().tolist() == [0] * 4 + [1] * 6
+    branches = [0] * 3 + [2] * 2 + [0] * 3 + [1, 0] + [1] * 5
+    forest = load(spoil(make_batch(), "entry_branch", lambda _: np.array(branches)))[0]
+    assert forest.segments().tolist() == [0] * 3 + [1] * 2 + [2] * 3 + [4, 3] + [4] * 5
+    part = restrict(forest, torch.tensor([True, False, True, False, False, False]))
+    assert part.segments().tolist() == [0] * 3 + [1] * 2 + [3, 2] + [3] * 5
+    assert restrict(forest, torch.zeros(6, dtype=torch.bool)).segments().tolist() == []
 
 
 def test_bytes_that_are_no_whole_numbers_are_refused(make_batch):

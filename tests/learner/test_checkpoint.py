@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from clawpipe.learner import checkpoint, hf, parallel
 from clawpipe.learner.model import build_model
 from clawpipe.learner.optimizer import AdamW, wrap
-from clawpipe.pipeline.config import LearnerConfig, ParallelConfig
+from clawpipe.pipeline.config import CosineRate, LearnerConfig, ParallelConfig, RateConfig
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.records import StreamCursor
 
@@ -22,23 +28,23 @@ CURSOR = StreamCursor(sequence=40, done=("r7", "r9"))
 class Small:
     """A model with its optimizer, and gradients that do not need data."""
 
-    def __init__(self, model_dir: Path, dtype: str = "float32") -> None:
+    def __init__(self, model_dir: Path, dtype: str = "float32", **settings: RateConfig) -> None:
         model = build_model(model_dir, ParallelConfig(), getattr(torch, dtype), seed=0)
         hf.load(model, model_dir)
         self.model = wrap(model)
-        self.optimizer = AdamW(self.model, LearnerConfig(lr=1e-2, dtype=dtype))
+        self.optimizer = AdamW(self.model, LearnerConfig(lr=1e-2, dtype=dtype, **settings))
 
-    def step(self, seed: int) -> None:
+    def step(self, seed: int, size: float = 1.0) -> None:
         self.optimizer.zero_grad()
         generator = torch.Generator().manual_seed(seed)
         for p in self.model.parameters():
-            p.main_grad.copy_(torch.randn(p.shape, generator=generator))
+            p.main_grad.copy_(size * torch.randn(p.shape, generator=generator))
         self.optimizer.step()
 
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in hf.export(self.model)}
 
-    def save(self, folder: Path, version: int, updates: int = 1, keep_last: int = 2) -> Path:
+    def save(self, folder: Path, version: int, updates: int = 1, keep_last: int = 2, keep_every: int = 0) -> Path:
         return checkpoint.save(
             folder,
             self.model,
@@ -47,6 +53,7 @@ class Small:
             updates=updates,
             cursor=CURSOR,
             keep_last=keep_last,
+            keep_every=keep_every,
         )
 
 
@@ -74,6 +81,29 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(model_dir
     second.step(3)
     assert all(torch.equal(tensor, first.weights()[name]) for name, tensor in second.weights().items())
     assert any(not torch.equal(tensor, saved[name]) for name, tensor in second.weights().items())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_resumed_schedule_has_the_rates_that_it_would_have_had(model_dir, tmp_path):
+    schedule = CosineRate(warmup_updates=2, decay_updates=4, min_lr=1e-3)
+    first, second = (Small(model_dir, lr_schedule=schedule) for _ in range(2))
+    before = []
+    for seed in range(3):
+        before.append(first.optimizer.next_lr)
+        first.step(seed)
+    first.save(tmp_path, version=3)
+    checkpoint.load(checkpoint.latest(tmp_path), second.model, second.optimizer)
+    # A step that is not made leaves the schedule where it is.
+    second.step(9, size=float("inf"))
+    rest = {name: [] for name in ("first", "second")}
+    for seed in range(3, 7):
+        for name, small in (("first", first), ("second", second)):
+            rest[name].append(small.optimizer.next_lr)
+            small.step(seed)
+    assert before == pytest.approx([5e-3, 1e-2, 1e-2])
+    assert rest["first"] == pytest.approx([8.6819805e-3, 5.5e-3, 2.3180195e-3, 1e-3])
+    assert rest["second"] == rest["first"]
+    assert all(torch.equal(tensor, first.weights()[name]) for name, tensor in second.weights().items())
 
 
 @pytest.mark.usefixtures("one_process")
@@ -135,6 +165,40 @@ def test_what_a_crash_leaves_is_never_picked(model_dir, tmp_path, damage):
     assert checkpoint.latest(tmp_path).path == good
 
 
+def kill_while_it_saves(program: subprocess.Popen[bytes], folder: Path) -> None:
+    """Kills the program with a third checkpoint or a later one half-written."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and program.poll() is None:
+        if len(list(folder.glob("u*"))) == 2 and any(folder.glob(".unfinished-*")):
+            program.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, program.pid, os.WSTOPPED | os.WNOWAIT)
+            if any(folder.glob(".unfinished-*")):
+                break
+            program.send_signal(signal.SIGCONT)
+    program.kill()
+    program.wait()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_learner_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_before(model_dir, tmp_path):
+    argv = [sys.executable, str(Path(__file__).with_name("saving_program.py")), str(model_dir), str(tmp_path)]
+    folder = tmp_path / "checkpoints"
+    with (tmp_path / "log").open("wb") as log, subprocess.Popen(argv, stdout=log, stderr=log) as program:
+        kill_while_it_saves(program, folder)
+    [half] = folder.glob(".unfinished-*")
+    broken = int(half.name.rpartition("v")[2])
+    found = checkpoint.latest(folder)
+    assert found.manifest.version == found.manifest.cursor.sequence == broken - 1
+    small = Small(model_dir)
+    checkpoint.load(found, small.model, small.optimizer)
+    expected = load_file(tmp_path / f"v{broken - 1}.safetensors")
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in small.weights().items())
+    small.step(1)
+    small.save(folder, version=broken, updates=broken)
+    assert checkpoint.latest(folder).manifest.version == broken
+    assert not half.exists()
+
+
 @pytest.mark.usefixtures("one_process")
 def test_the_newest_are_kept_and_leftovers_go(model_dir, tmp_path):
     small = Small(model_dir)
@@ -145,6 +209,25 @@ def test_the_newest_are_kept_and_leftovers_go(model_dir, tmp_path):
     small.save(tmp_path, version=5, updates=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["u0000001-v0000005", "u0000002-v0000002"]
     assert checkpoint.latest(tmp_path).manifest.version == 5
+
+
+@pytest.mark.usefixtures("one_process")
+def test_every_so_manieth_stays_for_good_and_a_broken_one_does_not(model_dir, tmp_path):
+    small = Small(model_dir)
+    for updates in (0, 2, 4, 6, 8, 10):
+        path = small.save(tmp_path, version=updates, updates=updates, keep_last=1, keep_every=4)
+        if updates == 8:
+            cut_shard(path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["u0000004-v0000004", "u0000010-v0000010"]
+    assert checkpoint.latest(tmp_path).manifest.updates == 10
+
+
+@pytest.mark.usefixtures("one_process")
+def test_what_stays_for_good_takes_no_place_of_the_newest(model_dir, tmp_path):
+    small = Small(model_dir)
+    for updates in (1, 2, 3, 4, 5):
+        small.save(tmp_path, version=updates, updates=updates, keep_last=2, keep_every=2)
+    assert [int(path.name[1:8]) for path in sorted(tmp_path.iterdir())] == [2, 4, 5]
 
 
 def test_no_checkpoint_is_none(tmp_path):

@@ -32,6 +32,7 @@ def oracle(log_rho, weight, capped, clipped, entropy, staleness):
         "entropy": entropy.mean(),
         "staleness_mean": staleness.mean(),
         "staleness_max": staleness.max(),
+        "left_out/band": capped.mean(),  # of tokens that are capped here
     }
 
 
@@ -45,7 +46,7 @@ def test_every_group_equals_the_oracle_on_its_entries():
     capped, clipped = weight >= 2.0, rng.random(n) < 0.3
     entropy = rng.uniform(0, 3, n)
     harness = np.array(["a", "b", "a"])[owner]
-    found = Diagnostics(rows("a", "b", "a"), torch.device("cpu"))
+    found = Diagnostics(rows("a", "b", "a"), torch.device("cpu"), ("band",))
     for part in np.array_split(np.arange(n), 4):
         found.add(
             rollout_E=torch.tensor(owner[part]),
@@ -55,6 +56,7 @@ def test_every_group_equals_the_oracle_on_its_entries():
             weight_E=torch.tensor(weight[part], dtype=torch.float32),
             capped_E=torch.tensor(capped[part]),
             clipped_E=torch.tensor(clipped[part]),
+            left_out={"band": torch.tensor(capped[part])},
         )
     metrics = found.metrics()
     columns = (log_rho, weight, capped, clipped, entropy, staleness)
@@ -71,6 +73,41 @@ def test_every_group_equals_the_oracle_on_its_entries():
     for name, chosen in groups.items():
         for key, value in oracle(*(column[chosen] for column in columns)).items():
             assert metrics[f"{name}{key}"] == pytest.approx(value, rel=1e-6), (name, key)
+        fresh = (staleness == 0) & (chosen | name.startswith("staleness/"))
+        mismatch_k1 = -log_rho[fresh].mean()
+        assert metrics[f"{name}mismatch_k1"] == pytest.approx(mismatch_k1, rel=1e-6)
+        staleness_k1 = -log_rho[chosen].mean() - mismatch_k1
+        assert metrics[f"{name}staleness_k1"] == pytest.approx(staleness_k1, rel=1e-6, abs=1e-12)
+
+
+def test_log_w_is_split_into_engine_mismatch_and_staleness_where_fresh_tokens_show_the_first():
+    # Harness a: fresh -log rho 0.1 and 0.3, two steps old 0.8. Harness b: one step old 0.5, nothing fresh.
+    found = Diagnostics(rows("a", "b"), torch.device("cpu"))
+    zeros = torch.zeros(4)
+    found.add(
+        rollout_E=torch.tensor([0, 0, 0, 1]),
+        staleness_E=torch.tensor([0, 0, 2, 1]),
+        log_rho_E=-torch.tensor([0.1, 0.3, 0.8, 0.5], dtype=torch.float64),
+        entropy_E=zeros,
+        weight_E=zeros + 1,
+        capped_E=zeros.bool(),
+        clipped_E=zeros.bool(),
+    )
+    split = {key: value for key, value in found.metrics().items() if key.endswith(("mismatch_k1", "staleness_k1"))}
+    assert split == pytest.approx(
+        {
+            "mismatch_k1": 0.2,
+            "staleness_k1": 1.7 / 4 - 0.2,
+            "harness/a/mismatch_k1": 0.2,
+            "harness/a/staleness_k1": 0.4 - 0.2,
+            "staleness/0/mismatch_k1": 0.2,
+            "staleness/0/staleness_k1": 0.0,
+            "staleness/1/mismatch_k1": 0.2,
+            "staleness/1/staleness_k1": 0.5 - 0.2,
+            "staleness/2/mismatch_k1": 0.2,
+            "staleness/2/staleness_k1": 0.8 - 0.2,
+        }
+    )
 
 
 def test_equal_weights_are_a_full_sample_and_one_big_weight_is_not():

@@ -1,4 +1,4 @@
-"""One batch, four layouts, one update: what a learner does must not depend on how it is spread."""
+"""One batch, many layouts, one update: what a learner does must not depend on how it is spread."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 from safetensors.torch import load_file
 
+from clawpipe.learner.export import write_policy
+from clawpipe.learner.memory_plan import parameters
+from clawpipe.learner.shape import read_shape
+from clawpipe.pipeline.config import ParallelConfig
 from clawpipe.pipeline.forest import Batch
 from clawpipe.pipeline.processes import free_port
 
@@ -24,9 +29,11 @@ SPREAD = {
     "tensor": {"processes": 2, "tensor": 2, "expert_tensor": 2},
     "expert": {"processes": 2, "expert": 2},
     "data": {"processes": 2},
+    "tensor_recomputed": {"processes": 2, "tensor": 2, "expert_tensor": 2},
+    "expert_recomputed": {"processes": 2, "expert": 2},
 }
 
-Result = tuple[list[dict[str, float]], Path]  # metrics of each update, and the weights after the first
+Result = tuple[list[dict[str, float]], Path]  # metrics and masked tokens of each update, the weights after the first
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +84,8 @@ def spread(task: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Pa
     for name, layout in SPREAD.items():
         paths.append(root / f"{name}.json")
         checkpoints = str(root / name / "checkpoints")
-        what = plan(task, root / name, layout, save=checkpoints, port=free_port())
+        recompute = "full" if name.endswith("recomputed") else "none"
+        what = plan(task, root / name, layout, save=checkpoints, port=free_port(), recompute=recompute)
         paths[-1].write_text(json.dumps(what))
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--standalone", "--nproc-per-node=2"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -95,10 +103,29 @@ def test_an_update_spread_over_two_ranks_equals_one_process(single, spread, mode
     assert ours.keys() == theirs.keys() == before.keys()
     assert max((theirs[name] - before[name]).abs().max().item() for name in before) > 5e-4
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) <= 1e-5
+    assert sum(other["left_out/geometric_mask"] > 0 for other in single[0]) > 0
     for mine, other in zip(metrics, single[0], strict=True):
         assert mine.keys() == other.keys()
         for name, value in other.items():
             assert mine[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("layout", SPREAD)
+def test_a_rank_holds_as_many_parameters_as_the_memory_plan_says(spread, model_dir, layout):
+    held = json.loads((spread / layout / "report.json").read_text())["num_parameters"]
+    assert held == parameters(read_shape(model_dir), ParallelConfig(**SPREAD[layout])).total
+
+
+@pytest.mark.torchrun
+@pytest.mark.parametrize("layout", ["tensor", "expert"])
+def test_a_checkpoint_of_two_ranks_is_exported_by_one_process(task, spread, tmp_path, make_run, layout):
+    run_dir = make_run(Path(task["model"]), spread / layout)
+    write_policy(run_dir, tmp_path / "hf", update=None, max_shard_bytes=10**9)
+    # The ranks wrote these weights when they saved that checkpoint.
+    ours, theirs = load_file(tmp_path / "hf/model.safetensors"), load_file(result(spread / layout)[1])
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
 @pytest.mark.torchrun
@@ -111,3 +138,6 @@ def test_a_checkpoint_of_two_ranks_resumes_in_one_process(task, spread, tmp_path
     for after, again in zip(metrics[1:], resumed, strict=True):
         assert again["loss"] == pytest.approx(after["loss"], abs=1e-5)
         assert again["grad_norm"] == pytest.approx(after["grad_norm"], rel=1e-3)
+        assert again["next_lr"] == after["next_lr"]
+    # Three steps per update, of twelve: a line from 1e-3 to nothing.
+    assert [each["next_lr"] for each in resumed] == pytest.approx([5e-4, 2.5e-4])

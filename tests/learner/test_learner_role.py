@@ -21,9 +21,10 @@ from clawpipe.learner import checkpoint, loop
 from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline import runtime as runtimes
 from clawpipe.pipeline.broker import Broker
-from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.config import CheckpointConfig, Config
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.forest import Batch
+from clawpipe.pipeline.launch import USER_ERROR
 from clawpipe.pipeline.records import (
     AskCursor,
     BatchReady,
@@ -41,6 +42,7 @@ from clawpipe.pipeline.records import (
     Stepped,
     StreamCursor,
     WeightVersion,
+    float_bytes,
 )
 from clawpipe.pipeline.runtime import Runtime
 
@@ -140,7 +142,7 @@ def test_a_run_from_hello_to_the_last_checkpoint(runtime, model_dir, make_batch)
     batches = [make_batch(version=n, seed=n, batch_id=f"b{n}") for n in range(3)]
     service = Service([NotYet(), batches[0], NotYet(), batches[1], batches[2], Finished()])
     with serving(service, runtime):
-        loop.main(settings(model_dir), runtime)
+        loop.main(settings(model_dir, lr_schedule={"kind": "constant", "warmup_updates": 2}), runtime)
     assert service.kinds() == [
         *("Hello", "Stepped", "Stepped", "AskCursor", "Committed"),
         *("Stepped", "AskCursor", "Committed"),
@@ -152,6 +154,7 @@ def test_a_run_from_hello_to_the_last_checkpoint(runtime, model_dir, make_batch)
     assert "checkpoint_s" in stepped[2].metrics
     assert "checkpoint_s" not in stepped[1].metrics
     assert stepped[0].metrics["reward_mean"] == pytest.approx(0.25)
+    assert [s.metrics["lr"] for s in stepped] == pytest.approx([5e-4, 1e-3, 1e-3])
     # The checkpoint holds the cursor that the service named for it.
     assert [(c.version, c.updates, c.cursor.sequence) for c in service.of(Committed)] == [(2, 2, 102), (3, 3, 103)]
     found = checkpoint.latest(runtime.checkpoint_dir)
@@ -186,17 +189,38 @@ def test_a_resumed_learner_serves_its_weights_under_the_next_free_version(runtim
     assert (saved.manifest.version, saved.manifest.updates) == (5, 3)
 
 
+def test_checkpoints_at_every_so_manieth_update_outlive_the_newest(runtime, model_dir, make_batch):
+    kept = CheckpointConfig(every_updates=1, keep_last=1, keep_every=2)
+    config = msgspec.structs.replace(settings(model_dir), checkpoint=kept)
+    service = Service([*(make_batch(version=n, seed=n) for n in range(4)), make_batch(version=4), Finished()])
+    with serving(service, runtime):
+        loop.main(config, runtime)
+    assert [path.name[:8] for path in sorted(runtime.checkpoint_dir.iterdir())] == ["u0000002", "u0000004", "u0000005"]
+
+
+def spoiled(batch: Batch, **changes: bytes) -> Batch:
+    """The batch with another first forest."""
+    first, *rest = batch.forests
+    return msgspec.structs.replace(batch, forests=(msgspec.structs.replace(first, **changes), *rest))
+
+
 def test_a_bad_batch_is_refused_and_training_goes_on(runtime, model_dir, make_batch):
     future = make_batch(version=7, batch_id="future")
     good = make_batch(version=0, batch_id="good")
     damaged = BatchReady(batch_id="good", num_chunks=1, digest="0" * 128)
-    service = Service([future, good, damaged, Finished()])
+    nan = spoiled(good, entry_logprob=float_bytes([float("nan")] * 15))
+    uneven = spoiled(good, position=good.forests[0].position[:-4])
+    service = Service([future, nan, uneven, good, damaged, Finished()])
     with serving(service, runtime):
         loop.main(settings(model_dir), runtime)
-    refused, stepped, broken = service.of(Stepped)
+    refused, without_numbers, without_tokens, stepped, broken = service.of(Stepped)
     assert "versions outside 0..0" in refused.refused
     assert "rollouts r0, r1, r2" in refused.refused
     assert (refused.version, refused.updates) == (0, 0)
+    for message, reason in ((without_numbers, "logprobs that are not finite"), (without_tokens, "lengths disagree")):
+        assert reason in message.refused
+        assert "rollouts r0, r1, r2" in message.refused
+        assert (message.version, message.updates, message.masked_tokens) == (0, 0, {})
     assert (stepped.refused, stepped.version, stepped.updates) == ("", 1, 1)
     assert "digest" in broken.refused
     assert (broken.version, broken.updates) == (1, 1)
@@ -219,16 +243,70 @@ def test_sigterm_ends_with_a_checkpoint_of_the_step_in_hand(runtime, model_dir, 
 
 def test_training_that_is_broken_stops_and_keeps_its_checkpoint(runtime, model_dir, make_batch):
     config = settings(model_dir, lr=1e30)
-    service = Service([make_batch(version=0, batch_id="first"), *_repeated(make_batch, 8)])
-    with serving(service, runtime), pytest.raises(LearnerError, match="not finite in 5 updates in a row"):
+    service = Service([make_batch(version=0), *(make_batch(version=1) for _ in range(8))])
+    with serving(service, runtime), pytest.raises(LearnerError, match="not finite in 5 updates in a row") as error:
         loop.main(config, runtime)
     lost = service.of(Stepped)[1:]
     assert [(s.version, s.updates) for s in lost] == [(1, 1)] * 4
     assert all(s.masked_tokens == {"nonfinite_gradient": 25} for s in lost)
+    assert all(s.metrics["num_nonfinite"] == 1.0 for s in lost)
+    assert "at version 1; there is no checkpoint yet: start again with a lower [learner] lr" in str(error.value)
 
 
-def _repeated(make_batch: Callable[..., Batch], count: int) -> list[Batch]:
-    return [make_batch(version=1, batch_id=f"again{n}") for n in range(count)]
+def explosive(batch: Batch) -> Batch:
+    """A batch that breaks no rule, whose gradient's norm overflows."""
+    rows = tuple(msgspec.structs.replace(row, advantage=1e30 * row.advantage) for row in batch.rollouts)
+    return msgspec.structs.replace(batch, rollouts=rows)
+
+
+def test_the_error_of_broken_training_names_the_last_good_checkpoint(runtime, model_dir, make_batch):
+    good = [make_batch(version=n, seed=n) for n in range(3)]
+    service = Service([*good, *(explosive(make_batch(version=3)) for _ in range(2))])
+    with serving(service, runtime), pytest.raises(LearnerError, match="in 2 updates in a row") as error:
+        loop.main(settings(model_dir, max_nonfinite_in_row=2), runtime)
+    [saved] = runtime.checkpoint_dir.iterdir()
+    assert f"the last good checkpoint, {saved}, is kept: go on from it with --resume" in str(error.value)
+    assert checkpoint.latest(runtime.checkpoint_dir).path == saved
+    assert checkpoint.latest(runtime.checkpoint_dir).manifest.updates == 2
+
+
+def test_a_checkpoint_of_weights_that_give_no_finite_gradient_is_not_called_good(runtime, model_dir, make_batch):
+    good = [make_batch(version=n, seed=n) for n in range(4)]
+    service = Service([*good, explosive(make_batch(version=4))])
+    with serving(service, runtime), pytest.raises(LearnerError) as error:
+        loop.main(settings(model_dir, max_nonfinite_in_row=1), runtime)
+    first, second = sorted(runtime.checkpoint_dir.iterdir())
+    assert f"the newest checkpoint, {second}, holds these weights: remove it to --resume" in str(error.value)
+    assert f"the last good one, {first}" in str(error.value)
+    # Resumed all the same, the weights are not saved anew over the good ones.
+    again = Service([explosive(make_batch(version=5)) for _ in range(2)])
+    with serving(again, runtime), pytest.raises(LearnerError, match="the one before, if there is one"):
+        loop.main(settings(model_dir, max_nonfinite_in_row=2), msgspec.structs.replace(runtime, resume=True))
+    assert sorted(runtime.checkpoint_dir.iterdir()) == [first, second]
+
+
+def test_only_a_step_ends_a_row_of_updates_without_one(runtime, model_dir, make_batch):
+    bad, future = explosive(make_batch(version=0)), make_batch(version=9)
+    service = Service([bad, bad, make_batch(version=0), bad, future, bad, Finished()])
+    with serving(service, runtime):
+        loop.main(settings(model_dir, max_nonfinite_in_row=3), runtime)
+    assert [(s.version, s.updates) for s in service.of(Stepped)] == [(0, 0), (0, 0), *[(1, 1)] * 4]
+    short = Service([bad, future, bad])
+    with serving(short, runtime), pytest.raises(LearnerError, match="in 2 updates in a row"):
+        loop.main(settings(model_dir, max_nonfinite_in_row=2), msgspec.structs.replace(runtime, resume=True))
+
+
+@pytest.mark.torchrun
+def test_two_ranks_end_for_good_when_training_is_broken(runtime, model_dir, make_batch):
+    config = settings(model_dir, parallel={"processes": 2}, max_nonfinite_in_row=1)
+    Path(runtime.run_dir, "config.json").write_bytes(configuration.dump(config))
+    runtimes.save(runtime)
+    argv = [str(Path(sysconfig.get_path("scripts"), "clawpipe")), "run", "learner", "--run-dir", runtime.run_dir]
+    with serving(Service([explosive(make_batch(version=0))]), runtime):
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=200)
+    assert done.returncode == USER_ERROR, done.stderr[-4000:]
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("clawpipe: the gradient was not finite in 1 updates in a row at version 0; there is no ")
 
 
 @pytest.mark.torchrun

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,17 +20,32 @@ from clawpipe.learner.correction import build_correction
 from clawpipe.learner.model import build_model, unwrap
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.update import Objective, Policy, update
-from clawpipe.pipeline.config import CorrectionConfig, GrpoConfig, LearnerConfig, ParallelConfig
+from clawpipe.pipeline.config import (
+    BinaryTvConfig,
+    CispoConfig,
+    DecoupledConfig,
+    GeometricMaskConfig,
+    GrpoConfig,
+    IcePopConfig,
+    LearnerConfig,
+    ParallelConfig,
+    ToprConfig,
+    TruncatedConfig,
+    UncorrectedConfig,
+)
 from clawpipe.pipeline.forest import Batch
 
 LEARNER = LearnerConfig(lr=1e-3, eps=1e-4, clip_grad=0.05)
 TEMPERATURE = 0.7
+TRUNCATED = TruncatedConfig(cap=1.5, decay=0.8)
 
 
-def objective(minibatches: int = 1, max_staleness: int = 4, aggregation: str = "rollout_mean") -> Objective:
+def objective(
+    minibatches: int = 1, max_staleness: int = 4, aggregation: str = "rollout_mean", correction=TRUNCATED
+) -> Objective:
     return Objective(
         algorithm=GrpoConfig(aggregation=aggregation),
-        correction=build_correction(CorrectionConfig(cap=1.5, decay=0.8)),
+        correction=build_correction(correction),
         temperature=TEMPERATURE,
         max_staleness=max_staleness,
         minibatches=minibatches,
@@ -63,10 +79,66 @@ def with_versions(batch: Batch, versions: list[int]) -> Batch:
     return msgspec.structs.replace(batch, forests=tuple(forests))
 
 
+def with_branches(batch: Batch, count: int) -> Batch:
+    """The entries of every row lie on `count` branches in turn."""
+    forests = []
+    for forest in batch.forests:
+        branches = np.arange(len(forest.entry_token) // 4) % count
+        forests.append(msgspec.structs.replace(forest, entry_branch=branches.astype("<i4").tobytes()))
+    return msgspec.structs.replace(batch, forests=tuple(forests))
+
+
+def clipped(r, a):
+    return torch.minimum(r * a, r.clamp(0.8, 1.28) * a)
+
+
+def truncated_term(new, old, mu, a, s, branch):
+    return min(math.exp(old - mu), 1 + 0.5 * 0.8**s) * clipped((new - old).exp(), a), None
+
+
+def uncorrected_term(new, old, mu, a, s, branch):
+    return clipped((new - old).exp(), a), None
+
+
+def decoupled_term(new, old, mu, a, s, branch):
+    rho = math.exp(old - mu)
+    return (0.0, "decoupled_mask") if rho > 1.5 else (rho * clipped((new - old).exp(), a), None)
+
+
+def icepop_term(new, old, mu, a, s, branch):
+    rho = math.exp(old - mu)
+    return (rho * clipped((new - old).exp(), a), None) if 0.5 <= rho <= 2.0 else (0.0, "icepop_band")
+
+
+def geometric_term(new, old, mu, a, s, branch):
+    if min(branch) < math.log(0.05):
+        return 0.0, "veto"
+    if not 0.3 <= math.exp(sum(branch) / len(branch)) <= 1.5:
+        return 0.0, "geometric_mask"
+    return min(math.exp(old - mu), 1.2) * clipped((new - old).exp(), a), None
+
+
+def cispo_term(new, old, mu, a, s, branch):
+    return min(math.exp(new.item() - mu), 1.5) * a * new, None
+
+
+def topr_term(new, old, mu, a, s, branch):
+    return (1.0 if a >= 0 else min(math.exp(new.item() - mu), 1.0)) * a * new, None
+
+
+def binary_tv_term(new, old, mu, a, s, branch):
+    moved, pull = math.exp(new.item()) - math.exp(mu), 0.01 * (new - mu) ** 2
+    if (a > 0 and moved > 0.01) or (a < 0 and moved < -0.01):
+        return -pull, "tv"
+    return a * (new - mu).exp() - pull, None
+
+
 class Reference:
     """The same update written again: separate sequences, a loop per token, torch's own AdamW."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, term=truncated_term) -> None:
+        self.term = term
+        self.left_out: Counter[str] = Counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from transformers import AutoModelForCausalLM
@@ -78,9 +150,9 @@ class Reference:
             self.model.parameters(), lr=LEARNER.lr, betas=LEARNER.betas, eps=LEARNER.eps, weight_decay=0.0
         )
 
-    def sequences(self, batch: Batch) -> dict[int, list[tuple[list[int], float, int]]]:
-        """rollout -> its entries as (path of tokens, log mu, version)."""
-        found: dict[int, list[tuple[list[int], float, int]]] = {}
+    def sequences(self, batch: Batch) -> dict[int, list[tuple[list[int], float, int, int]]]:
+        """rollout -> its entries as (path of tokens, log mu, version, branch)."""
+        found: dict[int, list[tuple[list[int], float, int, int]]] = {}
         for forest in batches.load(batch, vocab_size=64, version=10**6):
             parent, tokens = forest.parent_T.tolist(), forest.tokens_T.tolist()
             for e, token in enumerate(forest.entry_token_E.tolist()):
@@ -88,7 +160,8 @@ class Reference:
                 while at >= 0:
                     path.insert(0, tokens[at])
                     at = parent[at]
-                row = (path, forest.entry_logprob_E[e].item(), forest.entry_version_E[e].item())
+                version, branch = forest.entry_version_E[e].item(), forest.entry_branch_E[e].item()
+                row = (path, forest.entry_logprob_E[e].item(), version, branch)
                 found.setdefault(forest.entry_rollout_E[e].item(), []).append(row)
         return found
 
@@ -99,7 +172,7 @@ class Reference:
     def update(self, batch: Batch, version: int, what: Objective) -> tuple[float, list[float]]:
         sequences = self.sequences(batch)
         with torch.no_grad():
-            old = {row: [self.logprob(path) for path, _, _ in each] for row, each in sequences.items()}
+            old = {row: [self.logprob(path).item() for path, *_ in each] for row, each in sequences.items()}
         size, losses, norms = len(batch.rollouts) // what.minibatches, [], []
         for part in range(what.minibatches):
             rows = [row for row in range(part * size, (part + 1) * size) if row in sequences]
@@ -110,13 +183,16 @@ class Reference:
                 mean = 1 / (size * len(sequences[row]))
                 if what.algorithm.aggregation == "token_mean":
                     mean = 1 / total
-                for (path, mu, v), old_logprob in zip(sequences[row], old[row], strict=True):
+                branches: dict[int, list[float]] = {}
+                for (_, mu, _, b), old_logprob in zip(sequences[row], old[row], strict=True):
+                    branches.setdefault(b, []).append(old_logprob - mu)
+                for (path, mu, v, b), old_logprob in zip(sequences[row], old[row], strict=True):
                     staleness = version - v
                     if staleness > what.max_staleness:
                         continue
-                    w = min(math.exp(old_logprob.item() - mu), 1 + 0.5 * 0.8**staleness)
-                    ratio = (self.logprob(path) - old_logprob).exp()
-                    loss = loss - mean * w * torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+                    j, why = self.term(self.logprob(path), old_logprob, mu, advantage, staleness, branches[b])
+                    self.left_out[why] += why is not None
+                    loss = loss - mean * j
             self.optimizer.zero_grad()
             loss.backward()
             losses.append(loss.item())
@@ -159,6 +235,35 @@ def test_an_update_equals_plain_pytorch_on_the_hugging_face_model(model_dir, mak
     assert report.metrics["grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4)
     assert min(norms) > LEARNER.clip_grad  # clipping is part of what is compared
     assert furthest(before, after) > 5e-4
+    assert furthest(after, reference.weights()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "term"),
+    [
+        (UncorrectedConfig(), uncorrected_term),
+        (DecoupledConfig(mask_above=1.5), decoupled_term),
+        (IcePopConfig(low=0.5, high=2.0), icepop_term),
+        (GeometricMaskConfig(low=0.3, high=1.5, veto_below=0.05, cap=1.2), geometric_term),
+        (CispoConfig(cap=1.5), cispo_term),
+        (ToprConfig(), topr_term),
+        (BinaryTvConfig(delta=0.01, kl_coef=0.01), binary_tv_term),
+    ],
+)
+def test_an_update_with_every_correction_equals_plain_pytorch(model_dir, make_batch, config, term):
+    batch = with_branches(with_versions(make_batch(version=6), [6, 4]), 2)
+    what = objective(2, correction=config)
+    reference = Reference(model_dir, term)
+    loss, norms = reference.update(batch, 6, what)
+    with policy(model_dir) as mine:
+        report = run(mine, batch, 6, what)
+        after = weights(mine)
+    assert report.metrics["loss"] == pytest.approx(loss, abs=2e-6)
+    assert report.metrics["grad_norm"] == pytest.approx(sum(norms) / len(norms), rel=1e-4)
+    assert report.masked_tokens == {reason: n for reason, n in reference.left_out.items() if n}
+    assert set(report.masked_tokens) == set(what.correction.reasons)
+    for reason, tokens in report.masked_tokens.items():
+        assert report.metrics[f"left_out/{reason}"] == pytest.approx(tokens / 25)
     assert furthest(after, reference.weights()) < 1e-5
 
 
@@ -214,6 +319,14 @@ def test_an_infinite_gradient_makes_no_step(model_dir, make_batch):
     assert (report.num_steps, report.num_nonfinite) == (0, 1)
     assert report.masked_tokens == {"nonfinite_gradient": 25}
     assert all(torch.equal(before[name], after[name]) for name in before if name != "model.norm.weight")
+
+
+def test_tokens_left_out_of_a_step_that_was_not_made_are_counted_once(model_dir, make_batch):
+    with policy(model_dir) as mine:
+        with torch.no_grad():
+            unwrap(mine.model).decoder.final_layernorm.weight[0] = float("inf")
+        report = run(mine, make_batch(), 0, objective(correction=IcePopConfig(low=0.5, high=2.0)))
+    assert report.masked_tokens == {"nonfinite_gradient": 25}
 
 
 def test_a_batch_without_entries_makes_no_step(model_dir, make_batch):

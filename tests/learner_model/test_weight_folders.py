@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from clawpipe.learner import hf
 from clawpipe.learner.model import PolicyModel, build_model
-from clawpipe.learner.safetensor_files import write
+from clawpipe.learner.safetensor_files import write, write_shards
 from clawpipe.pipeline.config import ParallelConfig
 from clawpipe.pipeline.errors import LearnerError
 
@@ -105,6 +105,31 @@ def test_an_existing_folder_is_not_overwritten(moe: PolicyModel, moe_folder: Pat
     with pytest.raises(LearnerError, match="exists already"):
         hf.save_hf_folder(moe, moe_folder, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_a_folder_is_cut_into_files_of_a_bounded_size_and_the_index_names_every_tensor(
+    moe: PolicyModel, moe_folder: Path, tmp_path: Path
+) -> None:
+    original = load_file(moe_folder / "model.safetensors")
+    total = sum(tensor.nbytes for tensor in original.values())
+    hf.save_hf_folder(moe, moe_folder, tmp_path / "saved", max_shard_bytes=total // 3)
+    index = json.loads((tmp_path / "saved/model.safetensors.index.json").read_text())
+    files = sorted((tmp_path / "saved").glob("*.safetensors"))
+    assert [path.name for path in files] == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, 5)]
+    held = {path.name: load_file(path) for path in files}
+    assert all(sum(tensor.nbytes for tensor in part.values()) <= total // 3 for part in held.values())
+    assert index["metadata"]["total_size"] == total
+    assert index["weight_map"] == {name: file for file, part in held.items() for name in part}
+    assert all(torch.equal(held[index["weight_map"][name]][name], tensor) for name, tensor in original.items())
+
+
+def test_a_tensor_larger_than_a_file_may_be_has_one_of_its_own(tmp_path: Path) -> None:
+    shapes = {"small": (1,), "large": (9,), "last": (2,), "fits": (1,)}
+    tensors = {name: torch.full(shape, 1.0 + len(name)) for name, shape in shapes.items()}
+    write_shards(tmp_path, shapes, torch.float32, tensors.items(), max_bytes=12)
+    held = [load_file(path) for path in sorted(tmp_path.glob("*.safetensors"))]
+    assert [set(part) for part in held] == [{"small"}, {"large"}, {"last", "fits"}]
+    assert all(torch.equal(tensor, tensors[name]) for part in held for name, tensor in part.items())
 
 
 def test_a_write_that_breaks_off_leaves_the_old_file(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_every_flaw_is_explained():
 
 
 def test_every_reason_is_explained():
-    learners_own = {"nonfinite_gradient"}
+    learners_own = {"nonfinite_gradient", "decoupled_mask", "icepop_band", "geometric_mask", "veto", "tv"}
     assert set(first_cells(section("Why a sampled token is not trained"))) == {*DropReason, *learners_own}
 
 

@@ -35,6 +35,7 @@ from clawpipe.pipeline.records import (
     StreamCursor,
     TimedOut,
 )
+from clawpipe.pipeline.throttle import allowed_staleness
 
 seeds = st.integers(0, 2**16).map(Random)  # one draw each: hypothesis' own randoms are draws without end
 
@@ -45,6 +46,7 @@ options = st.fixed_dictionaries(
         "skip_zero_spread": st.booleans(),
         "sampling": st.sampled_from([{"sampling": "oldest"}, {"sampling": "windowed", "window_groups": 3}]),
         "auxiliary": st.sampled_from(["exclude", "own_group"]),
+        "throttles": st.booleans(),
     }
 )
 
@@ -53,8 +55,10 @@ AT_ONCE = {Flaw.UNREADABLE, Flaw.UNKNOWN_SCHEMA, Flaw.MISSING_BLOB, Flaw.UNADMIT
 
 
 def tables(chosen):
+    throttle = {"kind": "truncated", "auto_throttle": {"ess_below": 0.5, "for_updates": 2}}
     return {
         "run": {"updates": 10_000},
+        "correction": throttle if chosen["throttles"] else {"kind": "truncated"},
         "schedule": {"min_group": chosen["min_group"], "skip_zero_spread": chosen["skip_zero_spread"]},
         "replay": {
             "close_timeout_s": 10.0,
@@ -63,6 +67,11 @@ def tables(chosen):
             **chosen["sampling"],
         },
     }
+
+
+def ess(updates):
+    """Of an update: four are low, then two are high."""
+    return 0.1 if updates % 6 < 4 else 0.9
 
 
 class Sent:
@@ -250,7 +259,7 @@ class Machine(RuleBasedStateMachine):
             batch_id=ready.batch_id,
             version=self.version,
             updates=self.updates,
-            metrics={},
+            metrics={"ess": ess(self.updates)},
             refused="damaged" if refused else "",
         )
         self.flow.stepped(message, 0.0)
@@ -345,6 +354,14 @@ class Machine(RuleBasedStateMachine):
                 trained.setdefault(rollout_id, []).append(update)
         for row in self.flow.ledger.rows.values():
             assert sorted(row.updates) == trained.get(row.rollout_id, []), row
+
+    @invariant()
+    def the_staleness_that_is_admitted_follows_from_the_updates_that_stand(self):
+        if not hasattr(self, "flow") or self.ledger_was_lost:
+            return
+        rule = self.flow.holdings.auto_throttle
+        seen = [ess(update) for update, _ in sorted(self.trained)]
+        assert self.flow.admission.max_staleness == (allowed_staleness(seen, rule, 2) if rule else 2)
 
     @invariant()
     def the_books_balance(self):

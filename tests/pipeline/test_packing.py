@@ -96,18 +96,19 @@ def test_every_rollout_keeps_one_entry_for_each_token_it_sampled(rollouts, budge
             ints(forest.entry_token),
             floats(forest.entry_logprob),
             ints(forest.entry_version),
+            ints(forest.entry_branch),
         )
-        for owner, at, logprob, version in zip(*(c.tolist() for c in columns), strict=True):
+        for owner, at, logprob, version, at_branch in zip(*(c.tolist() for c in columns), strict=True):
             key = owner, tuple(tokens[j] for j in ancestors_by_end(forest, at))
             assert key not in found
             assert ints(forest.parent)[at] >= 0
-            found[key] = logprob, version
+            found[key] = logprob, version, at_branch
     expected = {}
     for rollout in rollouts:
-        for p in rollout.branches:
+        for index, p in enumerate(rollout.branches):
             for e, logprob, version in zip(p.entries.tolist(), p.logprobs.tolist(), p.versions.tolist(), strict=True):
                 key = rollout.rollout_index, tuple(p.tokens[: e + 1].tolist())
-                expected.setdefault(key, (logprob, version))
+                expected.setdefault(key, (logprob, version, index))
     assert found == expected
 
 

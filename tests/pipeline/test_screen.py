@@ -67,6 +67,12 @@ def test_the_status_shows_records_that_were_set_aside(tmp_path):
     ]
 
 
+def test_the_status_says_when_less_staleness_is_admitted_than_configured(tmp_path):
+    for now, said in ((1, ", max_staleness lowered to 1 of 4"), (4, "")):
+        (tmp_path / "status.json").write_text(json.dumps({"max_staleness": {"now": now, "configured": 4}}))
+        assert status_lines(tmp_path) == [f"running: update 0 of ?{said}"]
+
+
 def test_the_status_says_nothing_of_dead_letters_when_there_are_none(tmp_path):
     (tmp_path / "status.json").write_text(json.dumps({"dead_letters": {"counts": {}, "newest": []}}))
     assert status_lines(tmp_path) == ["running: update 0 of ?"]

@@ -61,6 +61,7 @@ def test_a_run_trains_its_updates_and_accounts_for_every_token(run):
     assert run.rows("SELECT DISTINCT state FROM rollouts") == [("trained",)]
     assert run.rows("SELECT count(*), sum(sampled), sum(kept) FROM calls") == [(24, 36, 36)]
     assert run.status()["phase"] == "ended"
+    assert summary["max_staleness"] == run.status()["max_staleness"] == {"now": 2, "configured": 2}
 
 
 def test_a_rollout_lost_to_infrastructure_is_run_again_and_counts_in_no_group(run):

@@ -33,6 +33,7 @@ _DTYPES = {
     "entry_logprob": ("entry_logprob_E", torch.float32),
     "entry_version": ("entry_version_E", torch.int32),
     "entry_rollout": ("entry_rollout_E", torch.int32),
+    "entry_branch": ("entry_branch_E", torch.int32),
 }
 
 
@@ -48,6 +49,7 @@ class ForestTensors:
     entry_logprob_E: Tensor
     entry_version_E: Tensor
     entry_rollout_E: Tensor
+    entry_branch_E: Tensor
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +60,15 @@ class ForestTensors:
     def num_entries(self) -> int:
         """E."""
         return len(self.entry_token_E)
+
+    def segments(self) -> Tensor:
+        """int64 [E]: equal numbers below E for the entries of one kept branch of one row, which are all in here.
+
+        A branch is never split: packing gives a rollout to one forest, and `restrict` keeps or leaves whole rows.
+        """
+        key_E = (self.entry_rollout_E << 31) + self.entry_branch_E  # both are below 2^31
+        segment_E: Tensor = torch.unique(key_E, return_inverse=True)[1]
+        return segment_E
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +119,7 @@ def empty_forest() -> ForestTensors:
         entry_logprob_E=none.float(),
         entry_version_E=none,
         entry_rollout_E=none,
+        entry_branch_E=none,
     )
 
 
@@ -134,6 +146,7 @@ def restrict(forest: ForestTensors, keep_R: Tensor) -> ForestTensors:
         entry_logprob_E=forest.entry_logprob_E[entry_E],
         entry_version_E=forest.entry_version_E[entry_E],
         entry_rollout_E=forest.entry_rollout_E[entry_E],
+        entry_branch_E=forest.entry_branch_E[entry_E],
     )
 
 
@@ -214,6 +227,8 @@ def _tensors(batch: Batch, number: int, forest: Forest) -> ForestTensors:
     columns = {}
     for name, (column, dtype) in _DTYPES.items():
         data = getattr(forest, name)
+        if name == "entry_branch" and not data:
+            data = bytes(len(forest.entry_token))
         if len(data) % dtype.itemsize:
             raise LearnerError(_refusal(batch, number, f"`{name}` has {len(data)} bytes, not whole numbers"))
         values = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
@@ -262,6 +277,7 @@ def _check_entries(batch: Batch, number: int, forest: ForestTensors, version: in
         "loss entries outside the forest or at a root": inside_E & (parent_E >= 0),
         "logprobs that are not finite or above 0": torch.isfinite(logprob_E) & (logprob_E <= MAX_LOGPROB),
         f"versions outside 0..{version}, the learner's": (version_E >= 0) & (version_E <= version),
+        "branches that are negative": forest.entry_branch_E >= 0,
     }
     for what, holds_E in rules.items():
         if not bool(holds_E.all()):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     TorchDistSaveShardedStrategy,
@@ -68,8 +69,12 @@ def save(
     updates: int,
     cursor: StreamCursor,
     keep_last: int,
+    keep_every: int = 0,
 ) -> Path:
-    """Writes <folder>/u<updates>-v<version> and removes all but the `keep_last` newest. A collective call."""
+    """Writes <folder>/u<updates>-v<version>, and removes all but the `keep_last` newest. A collective call.
+
+    Those whose `updates` are a multiple of `keep_every` stay too (0: none).
+    """
     target = folder / f"u{updates:07d}-v{version:07d}"
     unfinished = folder / f"{_UNFINISHED}{target.name}"
     if _is_main():
@@ -82,15 +87,20 @@ def save(
     dist.barrier()
     if _is_main():
         _seal(unfinished, target, version=version, updates=updates, cursor=cursor)
-        _prune(folder, keep_last)
+        _prune(folder, keep_last, keep_every)
     dist.barrier()
     return target
 
 
 def latest(folder: Path) -> Checkpoint | None:
     """The newest complete checkpoint: the one with the highest version. None when there is none."""
+    return next(reversed(complete(folder)), None)
+
+
+def complete(folder: Path) -> list[Checkpoint]:
+    """All complete checkpoints, the newest last."""
     found = [_read(path) for path in folder.glob("u*-v*")]
-    return max((c for c in found if c), key=lambda c: c.manifest.version, default=None)
+    return sorted((c for c in found if c), key=lambda c: c.manifest.version)
 
 
 def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> None:
@@ -98,18 +108,37 @@ def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> No
 
     Raises LearnerError when the checkpoint does not fit the model.
     """
+    state = _restored(checkpoint, _state(model, optimizer))
+    unwrap(model).load_state_dict(state["model"], strict=False)
+    optimizer.load_state_dict(state["optimizer"])
+    torch.set_rng_state(state["rng"])
+
+
+def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
+    """Restores the model alone, without a second copy of it. A collective call.
+
+    Raises LearnerError when the checkpoint does not fit the model.
+    """
+    with _quiet():
+        weights = _weights(model)
+        # Taken apart, fused projections are views of the parameters like all others, and are read in place;
+        # Megatron would put them together anew.
+        apply_factories(weights)
+    _restored(checkpoint, {"model": weights})
+
+
+def _restored(checkpoint: Checkpoint, wanted: dict[str, Any]) -> dict[str, Any]:
+    """`wanted` with what the checkpoint holds."""
     try:
         with _quiet():
-            state = dist_checkpointing.load(_state(model, optimizer), str(checkpoint.path))
+            state: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint.path))
     except (RuntimeError, KeyError, CheckpointingException, CheckpointException) as err:
         reason = str(err).strip().rsplit("\n", 1)[-1]  # torch puts a whole traceback into its message
         raise LearnerError(
             f"{checkpoint.path}: does not fit the model ({reason}); "
             "resume with the model that the run was started with, or use another run folder"
         ) from err
-    unwrap(model).load_state_dict(state["model"], strict=False)
-    optimizer.load_state_dict(state["optimizer"])
-    torch.set_rng_state(state["rng"])
+    return state
 
 
 class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -130,13 +159,18 @@ class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _state(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Any]:
-    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
-    weights = unwrap(model).sharded_state_dict(metadata=metadata)
+    weights = _weights(model)
     return {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights),
         "rng": torch.get_rng_state(),
     }
+
+
+def _weights(model: torch.nn.Module) -> dict[str, Any]:
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    weights: dict[str, Any] = unwrap(model).sharded_state_dict(metadata=metadata)
+    return weights
 
 
 @contextmanager
@@ -186,11 +220,12 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path)
 
 
-def _prune(folder: Path, keep_last: int) -> None:
+def _prune(folder: Path, keep_last: int, keep_every: int) -> None:
     """Incomplete folders go too: the checkpoint that was just written is newer than all of them."""
     paths = list(folder.glob("u*-v*"))
-    complete = sorted((c for path in paths if (c := _read(path))), key=lambda c: c.manifest.version)
-    keep = {checkpoint.path for checkpoint in complete[-keep_last:]}
+    found = complete(folder)
+    for_good = [c for c in found if keep_every and c.manifest.updates and c.manifest.updates % keep_every == 0]
+    keep = {checkpoint.path for checkpoint in [*found[-keep_last:], *for_good]}
     for path in paths:
         if path not in keep:
             # The manifest goes first, so that a crash in between leaves nothing that looks complete.

@@ -18,7 +18,14 @@ from msgspec import Struct
 from torch import Tensor
 
 from clawpipe.learner.model import PolicyModel, unwrap
-from clawpipe.learner.safetensor_files import Reader, copy_sidecars, finish_folder, write
+from clawpipe.learner.safetensor_files import (
+    Reader,
+    copy_sidecars,
+    finish_folder,
+    staging_of,
+    write,
+    write_shards,
+)
 from clawpipe.pipeline.errors import LearnerError
 
 Layout = Literal["whole", "rows", "columns", "qkv", "gate_up"]
@@ -264,18 +271,33 @@ def save_weights(model: torch.nn.Module, path: Path) -> None:
     dist.barrier()
 
 
-def save_hf_folder(model: torch.nn.Module, source_dir: Path, target_dir: Path) -> None:
+def save_hf_folder(
+    model: torch.nn.Module, source_dir: Path, target_dir: Path, max_shard_bytes: int | None = None
+) -> None:
     """Writes a folder that transformers and vLLM load: `source_dir`'s configuration and tokenizer, these weights.
 
     Collective, like `save_weights`. The folder appears complete or not at all.
     Raises LearnerError when `target_dir` exists and is not empty.
+
+    Args:
+        max_shard_bytes: of tensors in one file; None: one file.
     """
-    staging = target_dir.with_name(target_dir.name + ".incomplete")
+    staging = staging_of(target_dir)
+    dtype = next(unwrap(model).parameters()).dtype
     if dist.get_rank() == 0:
-        if target_dir.exists() and any(target_dir.iterdir()):
-            raise LearnerError(f"{target_dir}: exists already; remove it or name another folder")
-        copy_sidecars(source_dir, staging, next(unwrap(model).parameters()).dtype)
-    save_weights(model, staging / "model.safetensors")
+        check_target(target_dir)
+        copy_sidecars(source_dir, staging, dtype)
+    tensors = export(model)
     if dist.get_rank() == 0:
+        write_shards(staging, shapes(model), dtype, tensors, max_shard_bytes)
         finish_folder(staging, target_dir)
+    else:
+        for _ in tensors:
+            raise AssertionError("only rank 0 is given tensors")
     dist.barrier()
+
+
+def check_target(folder: Path) -> None:
+    """LearnerError for a folder that `save_hf_folder` would not write."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise LearnerError(f"{folder}: exists already; remove it or name another folder")

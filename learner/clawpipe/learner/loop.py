@@ -24,14 +24,14 @@ import torch.distributed as dist
 from clawpipe.learner import batch, checkpoint, cpu, hf, parallel, push
 from clawpipe.learner.conversation import connect
 from clawpipe.learner.correction import build_correction
-from clawpipe.learner.model import build_model
+from clawpipe.learner.model import DTYPES, build_model
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.parallel import Ranks
 from clawpipe.learner.script import Command, Position, Save, Script, Stage, Stop, Train, Trained, Wait
 from clawpipe.learner.shape import read_shape
 from clawpipe.learner.update import Objective, Policy, update
 from clawpipe.pipeline.config import Config, GrpoConfig
-from clawpipe.pipeline.errors import LearnerError
+from clawpipe.pipeline.errors import ClawpipeError, LearnerError, one_line
 from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.processes import OWNER, start, sweep
 from clawpipe.pipeline.records import StreamCursor, WeightVersion
@@ -39,8 +39,9 @@ from clawpipe.pipeline.runtime import Runtime
 
 RANKS_GRACE_S = 30.0
 
+_LAST_WORDS = ("logs", "learner.error")  # below the run folder
+
 _commands = msgspec.msgpack.Decoder(Command)
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def main(config: Config, runtime: Runtime) -> None:
@@ -52,7 +53,11 @@ def main(config: Config, runtime: Runtime) -> None:
         anyio.run(_run_ranks, config, runtime)
         return
     torch.set_num_threads(config.learner.threads)
-    with _stop_flag() as stop, parallel.session(config.learner.parallel, config.run.seed) as ranks:
+    with (
+        _stop_flag() as stop,
+        parallel.session(config.learner.parallel, config.run.seed) as ranks,
+        _told_to_the_role(runtime),
+    ):
         learner = Learner(config, runtime, ranks)
         if not ranks.is_main:
             learner.follow()
@@ -67,6 +72,7 @@ def main(config: Config, runtime: Runtime) -> None:
                 position=position,
                 push_every=config.push.every_updates,
                 checkpoint_every=config.checkpoint.every_updates,
+                max_nonfinite_in_row=config.learner.max_nonfinite_in_row,
                 stop=stop,
                 log=log,
             )
@@ -105,7 +111,12 @@ class Learner:
         found = self._parts.restored
         if found is None:
             return Position(version=version, updates=0, cursor=StreamCursor())
-        return Position(version=version, updates=found.manifest.updates, cursor=found.manifest.cursor)
+        return Position(
+            version=version,
+            updates=found.manifest.updates,
+            cursor=found.manifest.cursor,
+            saved_path=str(found.path),
+        )
 
     def lead(self, commands: Generator[Command, Any, None]) -> None:
         """Rank 0: carries out what the script yields, with all ranks, and sends the results back."""
@@ -146,6 +157,7 @@ class Learner:
             forests = batch.load(decoded, vocab_size=self._parts.vocab_size, version=command.version)
         except LearnerError as err:
             return Trained(refused=str(err))
+        rate = self._parts.optimizer.next_lr
         report = update(
             self._parts.policy,
             decoded.rollouts,
@@ -156,7 +168,8 @@ class Learner:
         return Trained(
             num_steps=report.num_steps,
             num_nonfinite=report.num_nonfinite,
-            metrics=report.metrics,
+            # The rate is that of the first step.
+            metrics={**report.metrics, "lr": rate, "num_nonfinite": float(report.num_nonfinite)},
             masked_tokens=report.masked_tokens,
         )
 
@@ -169,6 +182,7 @@ class Learner:
             updates=command.updates,
             cursor=command.cursor,
             keep_last=self._config.checkpoint.keep_last,
+            keep_every=self._config.checkpoint.keep_every,
         )
         return str(path)
 
@@ -190,18 +204,30 @@ def _build(config: Config, runtime: Runtime, ranks: Ranks) -> _Parts:
     """The model with the newest checkpoint's weights, or with those that the run starts from."""
     progress = Progress(runtime.path(), "learner", "building the model") if ranks.is_main else None
     folder = Path(runtime.start_model_dir)
-    model = build_model(folder, config.learner.parallel, _DTYPES[config.learner.dtype], config.run.seed)
+    settings = config.learner
+    model = build_model(folder, settings.parallel, DTYPES[settings.dtype], config.run.seed, settings.recompute)
     found = checkpoint.latest(runtime.checkpoint_dir)
     if found is None:
         hf.load(model, folder)
     wrapped = wrap(model)
-    optimizer = AdamW(wrapped, config.learner)
+    optimizer = AdamW(wrapped, settings)
     if found is not None:
         checkpoint.load(found, wrapped, optimizer)
     if progress is not None:
         progress.finish(f"from {found.path if found else folder}")
     policy = Policy(model=wrapped, optimizer=optimizer, ranks=ranks)
     return _Parts(policy=policy, optimizer=optimizer, restored=found, vocab_size=read_shape(folder).vocab_size)
+
+
+@contextmanager
+def _told_to_the_role(runtime: Runtime) -> Iterator[None]:
+    """Leaves a rank's last words for the role, if a user can act on them: torchrun ends alike for all reasons."""
+    try:
+        yield
+    except ClawpipeError as err:
+        if "RANK" in os.environ:
+            runtime.path(*_LAST_WORDS).write_text(one_line(err))
+        raise
 
 
 @contextmanager
@@ -233,6 +259,8 @@ async def _run_ranks(config: Config, runtime: Runtime) -> None:
         *("run", "learner", "--run-dir", runtime.run_dir),
     ]
     log = runtime.path("logs", "learner.log")
+    last_words = runtime.path(*_LAST_WORDS)
+    last_words.unlink(missing_ok=True)
     owner = f"{os.environ.get(OWNER, f'{runtime.run_id}/learner')}/ranks"
     env = {"OMP_NUM_THREADS": str(config.learner.threads)}
     try:
@@ -246,6 +274,8 @@ async def _run_ranks(config: Config, runtime: Runtime) -> None:
     finally:
         # Ranks are in sessions of their own and outlive a torchrun that was killed.
         sweep(owner)
+    if code and last_words.exists():
+        raise LearnerError(last_words.read_text())
     if code:
         # Not a ClawpipeError: a rank that was killed is a reason to start again.
         raise SystemExit(1)

@@ -1,14 +1,13 @@
-"""The policy loss: GRPO with token-level importance weights. Pure: tensors in, a scalar out.
+"""The policy loss: GRPO's mean over tokens of the terms that a correction gives. Pure: tensors in, a scalar out.
 
 GRPO: Shao et al. 2024 (arXiv 2402.03300), eq. 3; separate clip bounds: DAPO (arXiv 2503.14476), eq. 8;
-the weight w_t outside of the clip: decoupled PPO (arXiv 2110.00641), eq. 3.
+the terms J_t: `correction`, for example w_t min(r_t A_i, clip(r_t, 1 - eps_low, 1 + eps_high) A_i).
 
-    L = - 1/|B| sum_i 1/N_i sum_{t in U_i} w_t min(r_t A_i, clip(r_t, 1 - eps_low, 1 + eps_high) A_i)
-    r_t = pi_theta(t) / pi_old(t)
+    L = - 1/|B| sum_i 1/N_i sum_{t in U_i} J_t
 
 |B| counts all rows of the minibatch, those without entries (zero advantage) too: a row is a rollout, or what it
-has in an auxiliary role when these are trained. N_i are all trainable tokens of row i, those masked for staleness
-too, so that masking never makes the others louder.
+has in an auxiliary role when these are trained. N_i are all trainable tokens of row i, those left out for staleness
+or by the correction too, so that leaving out never makes the others louder.
 
 Shapes: R rows, E loss entries of one forest.
 """
@@ -21,32 +20,18 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from clawpipe.learner.correction import log_ratio
 from clawpipe.pipeline.forest import RolloutRow
 
 Aggregation = Literal["rollout_mean", "token_mean"]
 
 
-def grpo_loss(
-    logprob_E: Tensor,
-    old_E: Tensor,
-    *,
-    weight_E: Tensor,
-    advantage_E: Tensor,
-    scale_E: Tensor,
-    eps_low: float,
-    eps_high: float,
-) -> tuple[Tensor, Tensor]:
-    """The sum over these entries, and which of them were clipped (bool [E]: no gradient flows through them).
+def grpo_loss(objective_E: Tensor, scale_E: Tensor) -> Tensor:
+    """The sum over these entries, to be minimised.
 
-    `logprob_E` is log pi_theta with gradient, `old_E` log pi_old, `scale_E` each entry's share of the mean
-    (`shares`). Zero entries give a zero that still carries a gradient graph.
+    `objective_E` is J with gradient, `scale_E` each entry's share of the mean (`shares`), 0 where it is left out.
+    Zero entries give a zero that still carries a gradient graph.
     """
-    ratio_E = log_ratio(logprob_E, old_E.detach()).exp()
-    clipped_E = ratio_E.clamp(1.0 - eps_low, 1.0 + eps_high)
-    objective_E = torch.minimum(ratio_E * advantage_E, clipped_E * advantage_E)
-    loss = -(scale_E * weight_E.detach() * objective_E).sum()
-    return loss, (clipped_E * advantage_E < ratio_E * advantage_E).detach()
+    return -(scale_E * objective_E).sum()
 
 
 def shares(rollouts: Sequence[RolloutRow], *, num_rows: int, num_entries: int, aggregation: Aggregation) -> Tensor:

@@ -26,10 +26,12 @@ from torch import Tensor
 from clawpipe.learner import cpu
 from clawpipe.learner.shape import ModelShape, check_split, read_shape
 from clawpipe.learner.tree_attention import Planner, TreeCoreAttention
-from clawpipe.pipeline.config import ParallelConfig
+from clawpipe.pipeline.config import ParallelConfig, Recompute
 from clawpipe.pipeline.errors import LearnerError
 
 # T packed tokens, H hidden size, R rows, V vocabulary, P tensor-parallel size
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by their names in [learner] dtype
 
 
 class PolicyModel(GPTModel):  # type: ignore[misc]
@@ -65,9 +67,16 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return rows
 
 
-def build_model(hf_config_dir: Path, parallel: ParallelConfig, dtype: torch.dtype, seed: int) -> PolicyModel:
+def build_model(
+    hf_config_dir: Path,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    seed: int,
+    recompute: Recompute = "none",
+) -> PolicyModel:
     """Builds this rank's part of the model that <hf_config_dir>/config.json describes, with random weights.
 
+    With `recompute` "full" the backward pass computes each layer anew from its input, which is all that is kept.
     `parallel.start` must have run. Weights come from `hf.load`; the random ones are for models that are born
     here, and equal in every layout outside the experts. The model is on `cpu.device()`.
     Raises LearnerError when the model is not supported or the layout does not divide it.
@@ -77,7 +86,7 @@ def build_model(hf_config_dir: Path, parallel: ParallelConfig, dtype: torch.dtyp
     if not cpu.needed() and dtype == torch.float32:
         raise LearnerError("[learner] dtype = float32: the attention kernel on CUDA needs bfloat16; set it so")
     torch.manual_seed(seed)
-    config = transformer_config(shape, parallel, dtype)
+    config = transformer_config(shape, parallel, dtype, recompute)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=_layer_spec(config, shape),
@@ -93,7 +102,9 @@ def build_model(hf_config_dir: Path, parallel: ParallelConfig, dtype: torch.dtyp
     return model
 
 
-def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, parallel: ParallelConfig, dtype: torch.dtype, recompute: Recompute = "none"
+) -> TransformerConfig:
     """Megatron's configuration: fused kernels with CUDA, plain ones on the CPU, no dropout, no router loss."""
     cuda = not cpu.needed()
     moe = _moe_options(shape, fused=cuda) if shape.num_experts else {}
@@ -128,8 +139,15 @@ def transformer_config(shape: ModelShape, parallel: ParallelConfig, dtype: torch
         expert_tensor_parallel_size=parallel.expert_tensor,
         # Without it Megatron's expert gradients are wrong under tensor parallelism.
         sequence_parallel=parallel.tensor > 1,
+        **_recompute_options(recompute),
         **moe,
     )
+
+
+def _recompute_options(recompute: Recompute) -> dict[str, Any]:
+    if recompute == "none":
+        return {}
+    return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
 
 def _moe_options(shape: ModelShape, fused: bool) -> dict[str, Any]:

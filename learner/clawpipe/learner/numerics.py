@@ -15,11 +15,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from clawpipe.learner import cpu
+from clawpipe.learner.memory_plan import MAX_LOGITS
 from clawpipe.learner.model import unwrap
 
 # T packed tokens, E loss entries, R rows with logits, V vocabulary, P tensor-parallel size, H hidden size
-
-MAX_LOGITS = 1 << 27  # of one chunk of rows: 512 MiB in float32
 
 
 class PackedForest(Protocol):

@@ -1,7 +1,7 @@
 """Optimizers behind one small protocol: Megatron's AdamW for reinforcement learning, Muon for the cold start.
 
 A step reduces the gradients over the ranks, clips them by their global norm and moves the weights, or leaves
-the weights alone when the norm is not finite. Learning rates follow a schedule through `set_lr`.
+the weights alone when the norm is not finite. AdamW's rate follows `learning_rate`; the cold start sets its own.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch import nn
 
 from clawpipe.learner import cpu
 from clawpipe.learner.cpu import CudaAsCpu
+from clawpipe.learner.learning_rate import learning_rate
 from clawpipe.pipeline.config import LearnerConfig
 from clawpipe.pipeline.errors import LearnerError
 
@@ -76,7 +77,9 @@ class AdamW:
             use_distributed_optimizer=False,
         )
         self._model = model
-        self._lr = config.lr
+        self._config = config
+        self._scale = 1.0
+        self._num_steps = 0
         with CudaAsCpu():
             self._inner = get_megatron_optimizer(settings, [model])
             self._zero_moments()
@@ -93,13 +96,24 @@ class AdamW:
             self._inner.prepare_grads()
             norm = _agreed(self._inner.get_grad_norm())
             if math.isfinite(norm):
-                self._inner.step()
+                self._make_step()
         return norm
 
     def set_lr(self, scale: float) -> None:
-        """See `Optimizer`."""
+        """See `Optimizer`. The schedule goes on below the scale."""
+        self._scale = scale
+
+    @property
+    def next_lr(self) -> float:
+        """The rate of the next step."""
+        return self._scale * learning_rate(self._config, self._num_steps)
+
+    def _make_step(self) -> None:
+        rate = self.next_lr
         for group in self._inner.param_groups:
-            group["lr"] = scale * self._lr
+            group["lr"] = rate
+        self._inner.step()
+        self._num_steps += 1
 
     def sharded_state_dict(self, model_state: Mapping[str, Any]) -> dict[str, Any]:
         """Moments (and float32 weights) for `checkpoint`, laid out as the model's `model_state`, and the step count.
@@ -108,17 +122,18 @@ class AdamW:
         keeps one optimizer for dense weights and one for experts that are spread over ranks; the tensors'
         names do not tell which, so that any layout can take them.
         """
-        parts, step = {}, torch.tensor(0.0)
+        parts, step = {}, torch.tensor(float(self._num_steps))
         with CudaAsCpu():
             for number, part in enumerate(self._inner.chained_optimizers):
                 state = part.sharded_state_dict(model_state)
-                step = _moments(state)["state"].pop("common_step", step)
+                _moments(state)["state"].pop("common_step", None)
                 del _moments(state)["param_groups"]
                 parts[number] = state
         return {"parts": parts, "step": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what a checkpoint held for `sharded_state_dict`."""
+        self._num_steps = int(state["step"])
         with CudaAsCpu(), torch.no_grad():
             for number, part in enumerate(self._inner.chained_optimizers):
                 moments = _moments(state["parts"][number])

@@ -6,9 +6,19 @@ import os
 import tempfile
 from pathlib import Path
 
+from clawpipe.learner.memory_plan import GB, Load, active_parameters, memory_plan, parameters, refusal, table
+from clawpipe.learner.published import published_shape
 from clawpipe.learner.shape import ModelShape, check_layout, check_split, read_shape
 from clawpipe.pipeline.checks import Report
-from clawpipe.pipeline.config import AlgorithmConfig, Config, LearnerConfig, ModelConfig, PpoConfig, TinyModelConfig
+from clawpipe.pipeline.config import (
+    AlgorithmConfig,
+    Config,
+    LearnerConfig,
+    ModelConfig,
+    ParallelConfig,
+    PpoConfig,
+    TinyModelConfig,
+)
 from clawpipe.pipeline.errors import LearnerError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -17,6 +27,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 def check(config: Config, offline: bool) -> Report:
     """Problems that would end the learner, one line each. `offline`: without looking at this machine."""
     problems = _layout(config)
+    plan = Report() if problems else _plan(config)
     if config.schedule.groups_per_step * config.schedule.group_size < config.learner.minibatches:
         problems.append(
             f"[learner] minibatches = {config.learner.minibatches} is more than the rollouts of a batch "
@@ -29,7 +40,7 @@ def check(config: Config, offline: bool) -> Report:
             *_machine(config.learner),
             *_push_folder(config.push.dir),
         ]
-    return Report(problems=tuple(problems))
+    return Report(problems=(*problems, *plan.problems), notes=plan.notes)
 
 
 def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
@@ -59,8 +70,70 @@ def _shape(model: ModelConfig) -> ModelShape | None:
     """The model's shape, as far as it is known: a folder that is missing is another check's business."""
     if model.tiny is not None:
         return _tiny_shape(model.tiny, model.context_tokens)
-    folder = Path(model.path)
-    return read_shape(folder) if (folder / "config.json").exists() else None
+    return read_shape(Path(model.path)) if _has_folder(model) else None
+
+
+def _has_folder(model: ModelConfig) -> bool:
+    return (Path(model.path) / "config.json").exists()
+
+
+def _plan(config: Config) -> Report:
+    """The memory plan of a rank on the devices that [learner] device_memory_gb names."""
+    learner, name = config.learner, Path(config.model.path).name
+    if not learner.device_memory_gb:
+        return Report()
+    shape = _shape(config.model) or published_shape(name)
+    if shape is None:
+        return Report(notes=(f"no memory plan: {config.model.path} has no config.json, and {name} is not known",))
+    try:
+        check_split(shape, learner.parallel)
+    except LearnerError as err:
+        return Report(problems=(str(err),))
+    load = plan_load(config)
+    items = memory_plan(shape, learner.parallel, load)
+    refused = refusal(items, learner.device_memory_gb, load)
+    return Report(
+        problems=() if refused is None else (refused,),
+        notes=(*_plan_heading(config, shape), *table(items, learner.device_memory_gb)),
+    )
+
+
+def plan_load(config: Config) -> Load:
+    """What the configuration's largest forest asks of a rank.
+
+    That is a forest of `pack_tokens`, or one branch of the whole context; a rollout whose branches together hold more
+    is a larger forest of its own, which is not planned with. Nor are more nodes below a token than one for each
+    rollout of a group, each sharing nearly all of its tokens: eight at least, as rollouts of other groups share their
+    harness's prompt.
+    """
+    learner = config.learner
+    return Load(
+        tokens=max(learner.pack_tokens, config.model.context_tokens),
+        readers=1 + max(config.schedule.group_size, 8),
+        dtype=learner.dtype,
+        recompute=learner.recompute,
+        value_model=isinstance(config.algorithm, PpoConfig),
+    )
+
+
+def _plan_heading(config: Config, shape: ModelShape) -> list[str]:
+    model, parallel = config.model, config.learner.parallel
+    name = "[model.tiny]" if model.tiny is not None else Path(model.path).name
+    whole = parameters(shape, ParallelConfig()).total
+    data = parallel.processes // parallel.tensor
+    lines = [
+        f"memory plan of one rank: {name}, {whole / GB:.2f} B parameters, {active_parameters(shape) / GB:.2f} B active",
+        f"  {parallel.processes} ranks = tensor {parallel.tensor} x data {data}; expert {parallel.expert}, "
+        f"expert_tensor {parallel.expert_tensor}; {config.learner.dtype}, recompute {config.learner.recompute}",
+    ]
+    if model.tiny is None and not _has_folder(model):
+        lines.append(f"  shape: the published one, since {model.path} has no config.json on this machine")
+        if shape.max_position < model.context_tokens:
+            lines.append(
+                f"  note: the published max_position_embeddings = {shape.max_position} is below context_tokens = "
+                f"{model.context_tokens}; a folder that says so is refused"
+            )
+    return lines
 
 
 def _tiny_shape(tiny: TinyModelConfig, context_tokens: int) -> ModelShape:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from itertools import islice
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -87,16 +88,66 @@ def write(
     temporary.replace(path)
 
 
+def write_shards(
+    folder: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    tensors: Iterable[tuple[str, Tensor]],
+    max_bytes: int | None,
+) -> None:
+    """`write` as one file, or as numbered ones of `max_bytes` of tensors at most and the index that names them all.
+
+    A tensor of more bytes is a file of its own.
+    """
+    shards = list(_shards(shapes, dtype, max_bytes))
+    if len(shards) < 2:
+        write(folder / "model.safetensors", shapes, dtype, tensors)
+        return
+    coming = iter(tensors)
+    places: dict[str, str] = {}
+    for number, shard in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write(folder / name, shard, dtype, islice(coming, len(shard)))
+        places |= dict.fromkeys(shard, name)
+    assert next(coming, None) is None, "more tensors than shapes"
+    index = {"metadata": {"total_size": sum(_size(shape, dtype) for shape in shapes.values())}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _shards(
+    shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, max_bytes: int | None
+) -> Iterator[dict[str, tuple[int, ...]]]:
+    shard: dict[str, tuple[int, ...]] = {}
+    used = 0
+    for name, shape in shapes.items():
+        size = _size(shape, dtype)
+        if shard and max_bytes is not None and used + size > max_bytes:
+            yield shard
+            shard, used = {}, 0
+        shard[name] = shape
+        used += size
+    yield shard
+
+
+def _size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return prod(shape) * dtype.itemsize
+
+
 def _header(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> bytes:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
-        end = offset + prod(shape) * dtype.itemsize
+        end = offset + _size(shape, dtype)
         entries[name] = {"dtype": _DTYPES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def staging_of(target: Path) -> Path:
+    """Where a folder is written before it gets its name."""
+    return target.with_name(target.name + ".incomplete")
 
 
 def copy_sidecars(source: Path, staging: Path, dtype: torch.dtype) -> None:

@@ -29,7 +29,6 @@ from clawpipe.pipeline.records import (
     WeightVersion,
 )
 
-MAX_NONFINITE = 5
 PATIENCE_S = 60.0  # the other ranks hear from rank 0 at least this often
 LAST_WORDS_TIMEOUT_S = 5.0  # when told to stop, the pipeline service may be gone
 
@@ -83,7 +82,9 @@ class Position:
     version: int  # number of the weights as they are now
     updates: int  # batches that they have seen, those without anything to learn from included
     cursor: StreamCursor
-    saved_updates: int | None = None  # of the newest checkpoint
+    saved_updates: int | None = None  # of the newest checkpoint that this process wrote
+    saved_path: str = ""  # of the newest checkpoint; empty: there is none
+    good_path: str = ""  # of the newest one after which a step was made: its weights give a finite gradient
 
 
 @dataclass
@@ -94,6 +95,7 @@ class Script:
     position: Position
     push_every: int  # steps
     checkpoint_every: int  # updates
+    max_nonfinite_in_row: int
     stop: Callable[[], bool]
     log: EventLog
     seconds: dict[str, float] = field(default_factory=dict)  # since the last report, by what they went into
@@ -114,7 +116,8 @@ class Script:
                 yield Wait()
                 continue
             yield from self._update(ready)
-            if at.updates % self.checkpoint_every == 0:
+            # Weights that give no finite gradient are not saved again, over those that do.
+            if at.updates % self.checkpoint_every == 0 and not self.nonfinite_in_row:
                 yield from self._checkpoint()
         try:
             yield from self._checkpoint(LAST_WORDS_TIMEOUT_S if self.stop() else ASK_TIMEOUT_S)
@@ -134,6 +137,7 @@ class Script:
             at.updates += 1
         if trained.num_steps:
             at.version += 1
+            at.good_path = at.saved_path
             self.unpushed += 1
             if self.unpushed == self.push_every:
                 yield from self._push()
@@ -164,19 +168,24 @@ class Script:
         with self._timed("checkpoint_s"):
             cursor = self.conversation.cursor(timeout_s)
             path: str = yield Save(version=at.version, updates=at.updates, cursor=cursor)
-            at.cursor, at.saved_updates = cursor, at.updates
+            at.cursor, at.saved_updates, at.saved_path = cursor, at.updates, path
             done = Committed(version=at.version, updates=at.updates, cursor=cursor, path=path)
             self.conversation.committed(done, timeout_s)
         self.log.info("checkpoint written", version=at.version, updates=at.updates, path=path)
 
     def _check(self, trained: Trained) -> None:
-        """Counts updates whose gradient was never finite; too many in a row mean that training is broken."""
-        failed = trained.num_nonfinite > 0 and trained.num_steps == 0
-        self.nonfinite_in_row = self.nonfinite_in_row + 1 if failed else 0
-        if self.nonfinite_in_row == MAX_NONFINITE:
+        """Counts updates whose gradient was never finite; too many in a row mean that training is broken.
+
+        What had no gradient at all, a refused batch for one, neither counts nor ends the row.
+        """
+        if trained.num_steps:
+            self.nonfinite_in_row = 0
+        elif trained.num_nonfinite:
+            self.nonfinite_in_row += 1
+        if self.nonfinite_in_row == self.max_nonfinite_in_row:
             raise LearnerError(
-                f"the gradient was not finite in {MAX_NONFINITE} updates in a row at version "
-                f"{self.position.version}; the last checkpoint is kept: resume from it with a lower [learner] lr"
+                f"the gradient was not finite in {self.nonfinite_in_row} updates in a row at version "
+                f"{self.position.version}; {_way_on(self.position)}"
             )
 
     def _note(self, ready: BatchReady, trained: Trained, metrics: dict[str, float]) -> None:
@@ -184,7 +193,7 @@ class Script:
         if trained.refused:
             self.log.warning("batch refused", batch=ready.batch_id, reason=trained.refused)
             return
-        shown = ("reward_mean", "loss", "grad_norm", "k1", "ess", "num_entries", *LEARNER_SECONDS)
+        shown = ("reward_mean", "loss", "grad_norm", "lr", "k1", "ess", "num_entries", *LEARNER_SECONDS)
         fields = {name: round(metrics[name], 6) for name in shown if name in metrics}
         self.log.info("update", batch=ready.batch_id, version=at.version, updates=at.updates, **fields)
 
@@ -195,6 +204,17 @@ class Script:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
+
+
+def _way_on(at: Position) -> str:
+    """What to do about weights that give no finite gradient."""
+    change = "with a lower [learner] lr or clip_grad"
+    if not at.saved_path:
+        return f"there is no checkpoint yet: start again {change}"
+    if at.good_path == at.saved_path:
+        return f"the last good checkpoint, {at.good_path}, is kept: go on from it with --resume, {change}"
+    before = f"the last good one, {at.good_path}" if at.good_path else "the one before, if there is one"
+    return f"the newest checkpoint, {at.saved_path}, holds these weights: remove it to --resume from {before}, {change}"
 
 
 _DAMAGED = Trained(refused="the body does not match its digest: it was damaged, or another batch came in its place")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clawpipe.learner import cpu
 from clawpipe.learner.batch import ForestTensors, Minibatch, flops, minibatches, share
-from clawpipe.learner.correction import Correction, log_ratio
+from clawpipe.learner.correction import Correction, Entries, Terms
 from clawpipe.learner.diagnostics import Diagnostics
 from clawpipe.learner.loss import grpo_loss, shares
 from clawpipe.learner.model import unwrap
@@ -77,16 +77,18 @@ def update(
     parts = list(minibatches(rollouts, forests, objective.minibatches))
     mine = [_share(policy, part) for part in parts]
     old = [None, *(_recompute(policy, each, objective.temperature) for each in mine[1:])]
-    diagnostics = Diagnostics(rollouts, cpu.device())
-    report, losses, norms = Report(), [], []
+    diagnostics = Diagnostics(rollouts, cpu.device(), objective.correction.reasons)
+    report, losses, steps = Report(), [], []
     for part, own, old_logprobs in zip(parts, mine, old, strict=True):
         if not part.num_entries:
             continue
         step = _Step(policy, rollouts, part, version, objective, diagnostics)
         losses.append(step.accumulate(own, old_logprobs))
-        norms.append(policy.optimizer.step())
-        _count(report, part, norms[-1], version, objective.max_staleness)
+        steps.append((step, policy.optimizer.step()))
     diagnostics.reduce(parallel_state.get_data_parallel_group())
+    for (step, norm), left_out in zip(steps, _left_out([step for step, _ in steps]), strict=True):
+        _count(report, norm, step.num_tokens, {"stale": step.num_stale, **left_out})
+    norms = [norm for _, norm in steps]
     metrics = {
         **_batch_metrics(rollouts, forests),
         **diagnostics.metrics(),
@@ -114,13 +116,20 @@ class _Step:
         self._version = version
         self._objective = objective
         self._diagnostics = diagnostics
-        self._advantage_R = torch.tensor([row.advantage for row in rollouts], dtype=torch.float32)
+        self._advantage_R = torch.tensor([row.advantage for row in rollouts], device=cpu.device())
+        self.num_tokens = part.num_entries
+        self.num_stale = sum(
+            int((version - forest.entry_version_E > objective.max_staleness).sum()) for forest in part.forests
+        )
+        self.left_out = {  # reason -> tokens, of this rank
+            reason: torch.zeros((), dtype=torch.int64, device=cpu.device()) for reason in objective.correction.reasons
+        }
         self._share_R = shares(
             rollouts,
             num_rows=part.num_rows,
             num_entries=part.num_entries,
             aggregation=objective.algorithm.aggregation,
-        )
+        ).to(cpu.device())
 
     def accumulate(self, forests: Sequence[ForestTensors], old: Sequence[Tensor] | None) -> Tensor:
         """Adds the forests' gradients up; returns the sum of their losses (this rank's, no gradient)."""
@@ -135,32 +144,39 @@ class _Step:
 
     def _loss(self, forest: ForestTensors, old_E: Tensor | None) -> Tensor:
         objective, device = self._objective, cpu.device()
-        rollout_E = forest.entry_rollout_E
+        rollout_E = forest.entry_rollout_E.to(device)
         staleness_E = (self._version - forest.entry_version_E).to(device)
         logprob_E, entropy_E = token_logprobs_and_entropy(self._policy.model, forest, objective.temperature)
-        old_E = logprob_E.detach() if old_E is None else old_E
-        log_rho_E = log_ratio(old_E, forest.entry_logprob_E.to(device))
-        weight_E, capped_E = objective.correction.weigh(log_rho_E, staleness_E)
-        fresh_E = staleness_E <= objective.max_staleness
-        loss, clipped_E = grpo_loss(
-            logprob_E,
-            old_E,
-            weight_E=torch.where(fresh_E, weight_E, 0.0),
-            advantage_E=self._advantage_R[rollout_E].to(device),
-            scale_E=self._share_R[rollout_E].to(device),
+        entries = Entries(
+            logprob_E=logprob_E,
+            old_E=logprob_E.detach() if old_E is None else old_E,
+            behaviour_E=forest.entry_logprob_E.to(device),
+            advantage_E=self._advantage_R[rollout_E],
+            staleness_E=staleness_E,
+            segment_E=forest.segments().to(device),
             eps_low=objective.algorithm.eps_low,
             eps_high=objective.algorithm.eps_high,
         )
+        terms = objective.correction.terms(entries)
+        fresh_E = staleness_E <= objective.max_staleness
+        self._observe(entries, terms, rollout_E, entropy_E, fresh_E)
+        return grpo_loss(terms.objective_E, torch.where(fresh_E, self._share_R[rollout_E], 0.0))
+
+    def _observe(self, entries: Entries, terms: Terms, rollout_E: Tensor, entropy_E: Tensor, fresh_E: Tensor) -> None:
+        """What the report says of these entries; those that are too stale are counted elsewhere."""
+        left_out = {reason: without_E[fresh_E] for reason, without_E in terms.left_out.items()}
+        for reason, without_E in left_out.items():
+            self.left_out[reason] += without_E.sum()
         self._diagnostics.add(
-            rollout_E=rollout_E.to(device)[fresh_E],
-            staleness_E=staleness_E[fresh_E],
-            log_rho_E=log_rho_E[fresh_E],
+            rollout_E=rollout_E[fresh_E],
+            staleness_E=entries.staleness_E[fresh_E],
+            log_rho_E=entries.log_rho_E[fresh_E],
             entropy_E=entropy_E[fresh_E],
-            weight_E=weight_E[fresh_E],
-            capped_E=capped_E[fresh_E],
-            clipped_E=clipped_E[fresh_E],
+            weight_E=terms.weight_E[fresh_E],
+            capped_E=terms.capped_E[fresh_E],
+            clipped_E=terms.clipped_E[fresh_E],
+            left_out=left_out,
         )
-        return loss
 
 
 def _share(policy: Policy, part: Minibatch) -> list[ForestTensors]:
@@ -178,14 +194,24 @@ def _recompute(policy: Policy, forests: Sequence[ForestTensors], temperature: fl
     return [token_logprobs(policy.model, forest, temperature) for forest in forests]
 
 
-def _count(report: Report, part: Minibatch, norm: float, version: int, max_staleness: int) -> None:
-    stale = sum(int((version - forest.entry_version_E > max_staleness).sum()) for forest in part.forests)
-    masked = {"stale": stale}
+def _left_out(steps: Sequence[_Step]) -> list[dict[str, int]]:
+    """For each step, how many tokens the correction left out, by reason, over all ranks."""
+    counts = [count for step in steps for count in step.left_out.values()]
+    if not counts:
+        return [{} for _ in steps]
+    total = torch.stack(counts)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group())
+    numbers = iter(total.tolist())
+    return [{reason: next(numbers) for reason in step.left_out} for step in steps]
+
+
+def _count(report: Report, norm: float, num_tokens: int, masked: dict[str, int]) -> None:
+    """Books a step. Of one that was not made, all tokens but the stale ones went for nothing."""
     if math.isfinite(norm):
         report.num_steps += 1
     else:
         report.num_nonfinite += 1
-        masked["nonfinite_gradient"] = part.num_entries - stale
+        masked = {"stale": masked["stale"], "nonfinite_gradient": num_tokens - masked["stale"]}
     for reason, tokens in masked.items():
         if tokens:
             report.masked_tokens[reason] = report.masked_tokens.get(reason, 0) + tokens

@@ -13,12 +13,24 @@ class Admission:
     """Credits of (max_staleness + 1) x rollouts_per_step places."""
 
     def __init__(self, *, max_staleness: int, rollouts_per_step: int) -> None:
-        self.capacity = (max_staleness + 1) * rollouts_per_step
+        self.max_staleness = max_staleness
+        self._rollouts_per_step = rollouts_per_step
         self._held: dict[str, int] = {}
 
     @property
+    def capacity(self) -> int:
+        """How many credits there are."""
+        return (self.max_staleness + 1) * self._rollouts_per_step
+
+    def limit_staleness(self, max_staleness: int) -> None:
+        """Lowers or raises the bound. Credits over the new capacity drain: nothing is admitted until they have."""
+        assert max_staleness >= 0, f"max_staleness {max_staleness} is below 0"
+        self.max_staleness = max_staleness
+
+    @property
     def held(self) -> int:
-        """Credits that are out. More than the capacity only after a learner's crash gave trained ones back."""
+        """Credits that are out. More than the capacity only after it was lowered, or after a learner's crash gave
+        trained ones back."""
         return sum(self._held.values())
 
     def admit(self, group_id: str, places: int) -> bool:

@@ -27,6 +27,7 @@ class Report(Struct, frozen=True, kw_only=True):
 
     problems: tuple[str, ...] = ()
     task_ids: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # lines for whoever asked: what was found, whether or not it is a problem
 
 
 Check = Callable[..., Report]
@@ -41,6 +42,7 @@ def run_checks(config: Config, *, offline: bool) -> Report:
     return Report(
         problems=tuple(problem for report in reports for problem in report.problems),
         task_ids=tuple(task_id for report in reports for task_id in report.task_ids),
+        notes=tuple(note for report in reports for note in report.notes),
     )
 
 

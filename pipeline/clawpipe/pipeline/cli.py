@@ -76,10 +76,12 @@ def check(
 ) -> None:
     """Says everything that would fail before anything starts."""
     loaded = configuration.load(config, parse_overrides(set_ or []))
-    problems = run_checks(loaded, offline=offline).problems
-    for problem in problems:
+    report = run_checks(loaded, offline=offline)
+    for note in report.notes:
+        typer.echo(note)
+    for problem in report.problems:
         typer.echo(problem, err=True)
-    if problems:
+    if report.problems:
         raise typer.Exit(2)
     typer.echo(f"{config}: no problem found")
 
@@ -219,7 +221,15 @@ def newest_run(root: Path) -> Path:
 def add_commands(to: typer.Typer) -> None:
     """The commands that other rooms bring: this one imports neither."""
     for entry in importlib.metadata.entry_points(group="clawpipe.commands"):
-        to.add_typer(entry.load(), name=entry.name)
+        add_command(to, entry.name, entry.load())
+
+
+def add_command(to: typer.Typer, name: str, found: typer.Typer | Callable[..., None]) -> None:
+    """A plain command, or one with commands of its own."""
+    if isinstance(found, typer.Typer):
+        to.add_typer(found, name=name)
+    else:
+        to.command(name)(found)
 
 
 def _stamp() -> str:

@@ -16,6 +16,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from clawpipe.pipeline.correction_tables import DEFAULT_KIND
+from clawpipe.pipeline.correction_tables import AutoThrottle as AutoThrottle
+from clawpipe.pipeline.correction_tables import BinaryTvConfig as BinaryTvConfig
+from clawpipe.pipeline.correction_tables import CispoConfig as CispoConfig
+from clawpipe.pipeline.correction_tables import CorrectionConfig as CorrectionConfig
+from clawpipe.pipeline.correction_tables import DecoupledConfig as DecoupledConfig
+from clawpipe.pipeline.correction_tables import GeometricMaskConfig as GeometricMaskConfig
+from clawpipe.pipeline.correction_tables import IcePopConfig as IcePopConfig
+from clawpipe.pipeline.correction_tables import ToprConfig as ToprConfig
+from clawpipe.pipeline.correction_tables import TruncatedConfig as TruncatedConfig
+from clawpipe.pipeline.correction_tables import UncorrectedConfig as UncorrectedConfig
 from clawpipe.pipeline.errors import ConfigError
 from clawpipe.pipeline.explain import explain
 from clawpipe.pipeline.harness_tables import AgentLoopConfig as AgentLoopConfig
@@ -28,11 +39,15 @@ from clawpipe.pipeline.harness_tables import OpenClawConfig as OpenClawConfig
 from clawpipe.pipeline.harness_tables import OpenCodeConfig as OpenCodeConfig
 from clawpipe.pipeline.harness_tables import QwenCodeConfig as QwenCodeConfig
 from clawpipe.pipeline.learner_tables import AlgorithmConfig as AlgorithmConfig
-from clawpipe.pipeline.learner_tables import CorrectionConfig as CorrectionConfig
+from clawpipe.pipeline.learner_tables import ConstantRate as ConstantRate
+from clawpipe.pipeline.learner_tables import CosineRate as CosineRate
 from clawpipe.pipeline.learner_tables import GrpoConfig as GrpoConfig
 from clawpipe.pipeline.learner_tables import LearnerConfig as LearnerConfig
+from clawpipe.pipeline.learner_tables import LinearRate as LinearRate
 from clawpipe.pipeline.learner_tables import ParallelConfig as ParallelConfig
 from clawpipe.pipeline.learner_tables import PpoConfig as PpoConfig
+from clawpipe.pipeline.learner_tables import RateConfig as RateConfig
+from clawpipe.pipeline.learner_tables import Recompute as Recompute
 from clawpipe.pipeline.tables import Fraction, Name, NonNegative, Port, Positive, Seconds, Table
 
 
@@ -268,7 +283,16 @@ class CheckpointConfig(Table, frozen=True, kw_only=True):
     """[checkpoint]"""
 
     every_updates: Positive = 10
-    keep_last: Positive = 2  # checkpoints on disk
+    # Checkpoints on disk. With 1, none is left when the newest turns out to hold weights that give no finite gradient.
+    keep_last: Positive = 2
+    keep_every: NonNegative = 0  # updates: a checkpoint at a multiple stays for good, beside keep_last; 0: none
+
+    def __post_init__(self) -> None:
+        if self.keep_every % self.every_updates:
+            raise ValueError(
+                f"keep_every = {self.keep_every} is not a multiple of every_updates = {self.every_updates}: most of "
+                "what it is to keep would never be written; change one of them"
+            )
 
 
 class ObserveConfig(Table, frozen=True, kw_only=True):
@@ -294,7 +318,7 @@ class Config(Table, frozen=True, kw_only=True):
     replay: ReplayConfig = ReplayConfig()
     learner: LearnerConfig = LearnerConfig()
     algorithm: AlgorithmConfig = GrpoConfig()
-    correction: CorrectionConfig = CorrectionConfig()
+    correction: CorrectionConfig = TruncatedConfig()
     push: PushConfig = PushConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     observe: ObserveConfig = ObserveConfig()
@@ -334,6 +358,8 @@ def load(path: Path, overrides: dict[str, Any] | None = None) -> Config:
         raise ConfigError(f"{path}: not valid TOML: {err}") from err
     for key, value in (overrides or {}).items():
         _set(data, key, value)
+    if isinstance(data.get("correction"), dict):
+        data["correction"].setdefault("kind", DEFAULT_KIND)
     if (where := _unusable(data)) is not None:
         raise ConfigError(f"{path}: {where} is inf, nan or holds a NUL character; give a finite number or plain text")
     try:

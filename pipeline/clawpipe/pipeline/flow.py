@@ -90,6 +90,11 @@ class Flow:
         return self.leases.committed_updates
 
     @property
+    def max_staleness(self) -> dict[str, int]:
+        """The bound as it is now, and as the configuration has it."""
+        return {"now": self.admission.max_staleness, "configured": self.holdings.max_staleness}
+
+    @property
     def finished(self) -> bool:
         """Whether the run has had its updates."""
         return self.leases.finished
@@ -225,4 +230,5 @@ class Flow:
         """All that there was is read, and what earlier processes trained of it is known. Proves the books."""
         self.holdings.catching_up = False
         self.assembler.caught_up()
+        self.leases.throttle()
         self.check()

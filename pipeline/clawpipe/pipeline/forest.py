@@ -15,7 +15,8 @@ class Forest(Struct, frozen=True, kw_only=True):
 
     A loss entry is one sampled token of one rollout: two rollouts that sampled the same token at the same
     place share its compute and keep an entry each. An entry's logprob is read from the logits row of
-    `parent[entry_token]`, which is never -1.
+    `parent[entry_token]`, which is never -1. An entry belongs to the first kept branch of its row that trains the
+    token.
     """
 
     tokens: bytes  # int32 LE [T]
@@ -26,6 +27,7 @@ class Forest(Struct, frozen=True, kw_only=True):
     entry_logprob: bytes  # float32 LE [E], log mu as recorded at sampling
     entry_version: bytes  # int32 LE [E]
     entry_rollout: bytes  # int32 LE [E], index into Batch.rollouts
+    entry_branch: bytes = b""  # int32 LE [E], index of the kept branch within its row; empty: all 0
 
 
 class RolloutRow(Struct, frozen=True, kw_only=True):

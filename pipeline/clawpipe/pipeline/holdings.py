@@ -23,6 +23,7 @@ from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.records import StreamCursor
 from clawpipe.pipeline.replay import ReadyGroup, Replay
 from clawpipe.pipeline.scheduler import Scheduler
+from clawpipe.pipeline.throttle import ESS, allowed_staleness
 
 
 class Holdings:
@@ -38,6 +39,8 @@ class Holdings:
             rollouts_per_step=config.schedule.groups_per_step * config.schedule.group_size,
         )
         self.replay = _make_replay(config, self.scheduler.shares)
+        self.max_staleness = config.schedule.max_staleness  # at most
+        self.auto_throttle = config.correction.auto_throttle
         self.recipe = make_recipe(config)
         self.batches = Batches()
         self.spans = Spans()
@@ -61,6 +64,16 @@ class Holdings:
         """The group is done for good."""
         self.spans.set_over(group_id, True)
         self.admission.release_all(group_id)
+
+    def follow_ess(self) -> None:
+        """Admits and takes as much staleness as the updates in the books allow."""
+        if self.auto_throttle is None:
+            return
+        rows = (self.ledger.updates[number] for number in sorted(self.ledger.updates))
+        ess = [row.metrics[ESS] for row in rows if ESS in row.metrics]
+        allowed = allowed_staleness(ess, self.auto_throttle, self.max_staleness)
+        self.admission.limit_staleness(allowed)
+        self.replay.limit_staleness(allowed)
 
     def cursor(self) -> StreamCursor:
         """The cursor of a checkpoint taken now."""

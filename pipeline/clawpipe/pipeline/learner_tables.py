@@ -37,20 +37,59 @@ class ParallelConfig(Table, frozen=True, kw_only=True):
             )
 
 
+Recompute = Literal["none", "full"]
+
+
+class ConstantRate(Table, frozen=True, kw_only=True, tag_field="kind", tag="constant"):
+    """[learner.lr_schedule] kind = "constant": `lr`, after a warm-up from nothing."""
+
+    warmup_updates: NonNegative = 0
+
+
+class LinearRate(Table, frozen=True, kw_only=True, tag_field="kind", tag="linear"):
+    """[learner.lr_schedule] kind = "linear": after the warm-up, from `lr` to `min_lr` in `decay_updates` on a line."""
+
+    decay_updates: Positive
+    warmup_updates: NonNegative = 0
+    min_lr: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class CosineRate(Table, frozen=True, kw_only=True, tag_field="kind", tag="cosine"):
+    """[learner.lr_schedule] kind = "cosine": the same on half a cosine wave."""
+
+    decay_updates: Positive
+    warmup_updates: NonNegative = 0
+    min_lr: Annotated[float, Meta(ge=0)] = 0.0
+
+
+RateConfig = ConstantRate | LinearRate | CosineRate
+
+
 class LearnerConfig(Table, frozen=True, kw_only=True):
     """[learner]"""
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     threads: Positive = 1
     lr: Annotated[float, Meta(gt=0)] = 1e-6
+    lr_schedule: RateConfig = ConstantRate()
     betas: tuple[float, float] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     clip_grad: Annotated[float, Meta(gt=0)] = 1.0
     pack_tokens: Positive = 8192  # token budget of one forest
+    recompute: Recompute = "none"  # full: the backward pass computes each layer anew from its input; less memory
+    device_memory_gb: NonNegative = 0  # of one device, in 10**9 bytes; `clawpipe check` plans for it; 0: no plan
     minibatches: Positive = 1  # optimizer steps per batch
+    max_nonfinite_in_row: Positive = 5  # updates without a step, since the gradient was not finite; then the run ends
     max_restarts: NonNegative = 5
     parallel: ParallelConfig = ParallelConfig()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lr_schedule, ConstantRate) and self.lr_schedule.min_lr > self.lr:
+            raise ValueError(
+                f"lr_schedule.min_lr = {self.lr_schedule.min_lr} is above lr = {self.lr}, and the rate only falls; "
+                "lower min_lr"
+            )
 
 
 class GrpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo"):
@@ -76,11 +115,3 @@ class PpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
 
 
 AlgorithmConfig = GrpoConfig | PpoConfig
-
-
-class CorrectionConfig(Table, frozen=True, kw_only=True):
-    """[correction]: w = stop_grad(min(rho, c(s))), c(s) = 1 + (cap - 1) * decay**s."""
-
-    kind: Literal["truncated", "none"] = "truncated"
-    cap: Annotated[float, Meta(ge=1)] = 2.0
-    decay: Annotated[float, Meta(gt=0, le=1)] = 1.0

@@ -67,6 +67,7 @@ class Leases:
         held.ledger.rewound(message.updates)
         held.ledger.stands(Standing(cursor=message.cursor, updates=message.updates))
         held.updates, held.version, self.committed_updates = message.updates, message.version, None
+        self.throttle()
         self._log.info("learner is up", version=message.version, updates=message.updates)
 
     def _check_known(self, updates: int) -> None:
@@ -136,6 +137,23 @@ class Leases:
             entries=update.num_entries,
             staleness=round(update.staleness_mean, 3),
             groups_without_spread=update.groups_without_spread,
+        )
+        self.throttle()
+
+    def throttle(self) -> None:
+        """Lowers or raises the staleness that is admitted, as [correction.auto_throttle] has it, and says so."""
+        held = self._holdings
+        before = held.admission.max_staleness
+        held.follow_ess()
+        if (now := held.admission.max_staleness) == before:
+            return
+        self._log.warning(
+            "max_staleness lowered" if now < before else "max_staleness raised",
+            before=before,
+            now=now,
+            configured=held.max_staleness,
+            updates=held.updates,
+            reason="the effective sample size, by [correction.auto_throttle]",
         )
 
     def committed(self, message: Committed) -> int:

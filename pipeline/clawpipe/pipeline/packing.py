@@ -43,10 +43,11 @@ class Trainable:
 def pack(rollouts: Iterable[Trainable], budget_tokens: int, align: int = 1) -> tuple[Forest, ...]:
     """Forests of at most `budget_tokens` unique tokens each, their lengths multiples of `align`.
 
-    A rollout is never split: one that is over the budget alone gets a forest of its own. Otherwise it goes
-    where it adds the fewest tokens among the forests with room for it. Filling up to `align` is done with
-    trees of a single token that no entry and no other token refers to. ValueError for an entry at index 0,
-    lengths that disagree, or a budget below `align`.
+    A rollout is never split, and so no branch is: what a correction takes the mean of over a branch is in one
+    forest. A rollout that is over the budget alone gets a forest of its own. Otherwise it goes where it adds the
+    fewest tokens among the forests with room for it. Filling up to `align` is done with trees of a single token
+    that no entry and no other token refers to. ValueError for an entry at index 0, lengths that disagree, or a
+    budget below `align`.
     """
     limit = budget_tokens // align * align
     if limit < 1:
@@ -157,7 +158,7 @@ def _forest(rollouts: Sequence[Trainable], align: int) -> Forest:
     layout = _lay_out([branch.tokens for branch in branches], align)
     where = iter(layout.where)
     entries = [_entries(rollout, [next(where) for _ in rollout.branches]) for rollout in rollouts]
-    token, logprob, version = (np.concatenate(column) for column in zip(*entries, strict=True))
+    token, logprob, version, branch = (np.concatenate(column) for column in zip(*entries, strict=True))
     owner = np.repeat([r.rollout_index for r in rollouts], [len(e[0]) for e in entries])
     return Forest(
         tokens=int_bytes(layout.tokens),
@@ -168,16 +169,19 @@ def _forest(rollouts: Sequence[Trainable], align: int) -> Forest:
         entry_logprob=float_bytes(logprob),
         entry_version=int_bytes(version),
         entry_rollout=int_bytes(owner),
+        entry_branch=int_bytes(branch),
     )
 
 
-def _entries(rollout: Trainable, where: Sequence[IntArray]) -> tuple[IntArray, FloatArray, IntArray]:
-    """The rollout's entries in packed order; the first branch that names a token keeps it."""
+def _entries(rollout: Trainable, where: Sequence[IntArray]) -> tuple[IntArray, FloatArray, IntArray, IntArray]:
+    """The rollout's entries in packed order (token, logprob, version, branch); the first branch that names a token
+    keeps it."""
     tokens = np.concatenate([at[branch.entries] for at, branch in zip(where, rollout.branches, strict=True)])
     unique, first = np.unique(tokens, return_index=True)
     logprobs = np.concatenate([branch.logprobs for branch in rollout.branches])
     versions = np.concatenate([branch.versions for branch in rollout.branches])
-    return unique.astype(np.int32), logprobs[first], versions[first]
+    owners = np.repeat(np.arange(len(where), dtype=np.int32), [len(branch.entries) for branch in rollout.branches])
+    return unique.astype(np.int32), logprobs[first], versions[first], owners[first]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -91,6 +91,10 @@ class Replay:
         self._num_rollouts = 0
         self._num_tokens = 0
 
+    def limit_staleness(self, max_staleness: int) -> None:
+        """Lowers or raises the bound that holds from the next take on."""
+        self._max_staleness = max_staleness
+
     def put(self, group: ReadyGroup) -> None:
         """Queues a group, whenever it was completed: the take goes by uses and order of admission."""
         assert group.rollouts, f"group {group.group_id} has no rollout to queue"

@@ -148,10 +148,18 @@ def status_line(status: dict[str, Any]) -> str:
         f"{status.get('phase', 'running')}: update {status.get('updates', 0)} of {status.get('updates_total', '?')}",
         f"reward {rewards[-1]:.3f}" if rewards else "",
         f"staleness {status['staleness']['mean']:.1f}" if status.get("staleness") else "",
+        _throttled(status.get("max_staleness", {})),
         f"{status['rollouts'].get('scored', 0)} rollouts scored" if status.get("rollouts") else "",
         f"{duration(status['left_s'])} left" if status.get("left_s") is not None else "",
     ]
     return ", ".join(filter(None, parts))
+
+
+def _throttled(bound: dict[str, int]) -> str:
+    """The bound of staleness while it is lower than the configuration has it."""
+    if bound.get("now") == bound.get("configured"):
+        return ""
+    return f"max_staleness lowered to {bound['now']} of {bound['configured']}"
 
 
 def summary_lines(summary: dict[str, Any]) -> list[str]:

@@ -324,7 +324,8 @@ class Service:
 
     def summary(self) -> dict[str, Any]:
         """What the run measured so far."""
-        return report.summary(self._flow.ledger, self._pushes, time.monotonic() - self._began_s)
+        found = report.summary(self._flow.ledger, self._pushes, time.monotonic() - self._began_s)
+        return found | {"max_staleness": self._flow.max_staleness}
 
     async def _status(self) -> dict[str, Any]:
         flow = self._flow
@@ -337,7 +338,11 @@ class Service:
             "uncommitted_batches": flow.batches.uncommitted,
         }
         found = report.status(flow.ledger, phase=self._phase(), updates_total=flow.limits.updates, held=held)
-        return found | {"dead_letters": await self._letters.status(), "loop_lag_s": self._loop_lag_s()}
+        return found | {
+            "max_staleness": flow.max_staleness,
+            "dead_letters": await self._letters.status(),
+            "loop_lag_s": self._loop_lag_s(),
+        }
 
     def _loop_lag_s(self) -> float:
         lag_s = self._lag.take()
