@@ -206,6 +206,13 @@ def test_relative_paths_are_relative_to_the_file(tmp_path):
     assert configuration.load(written(tmp_path, text)).tasks[1].path == str(tmp_path / "data" / "a.jsonl")
 
 
+def test_a_value_model_is_relative_to_the_file_and_absent_by_default(tmp_path):
+    file = written(tmp_path, MINIMAL + "\n[algorithm]\nkind = 'ppo'\n")
+    assert configuration.load(file).algorithm.value_path == ""
+    given = configuration.load(file, {"algorithm.value_path": "values"})
+    assert given.algorithm.value_path == str(tmp_path / "values")
+
+
 def test_a_stored_configuration_reads_back_the_same(tmp_path):
     loaded = configuration.load(written(tmp_path, MINIMAL))
     stored = tmp_path / "config.json"
@@ -216,7 +223,7 @@ def test_a_stored_configuration_reads_back_the_same(tmp_path):
 def test_every_shipped_configuration_passes_the_offline_check():
     found = sorted((Path(__file__).parents[2] / "configs").rglob("*.toml"))
     assert [path.stem for path in found] == [
-        *("clawgym", "mix_harness", "quickstart"),
+        *("clawgym", "mix_harness", "quickstart", "quickstart_ppo"),
         *("agentloop_grpo", "claude_code_grpo", "claude_code_ppo", "mix_harness", "openclaw_grpo", "openclaw_ppo"),
     ]
     for path in found:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from clawpipe.learner import checkpoint, hf, parallel
+from clawpipe.learner.critic import build_value_model, load_trunk
 from clawpipe.learner.model import build_model
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.pipeline.config import CosineRate, LearnerConfig, ParallelConfig, RateConfig
@@ -44,7 +45,15 @@ class Small:
     def weights(self) -> dict[str, torch.Tensor]:
         return {name: tensor.clone() for name, tensor in hf.export(self.model)}
 
-    def save(self, folder: Path, version: int, updates: int = 1, keep_last: int = 2, keep_every: int = 0) -> Path:
+    def save(
+        self,
+        folder: Path,
+        version: int,
+        updates: int = 1,
+        keep_last: int = 2,
+        keep_every: int = 0,
+        critic: Small | None = None,
+    ) -> Path:
         return checkpoint.save(
             folder,
             self.model,
@@ -54,7 +63,18 @@ class Small:
             cursor=CURSOR,
             keep_last=keep_last,
             keep_every=keep_every,
+            critic=critic and (critic.model, critic.optimizer),
         )
+
+
+class SmallCritic(Small):
+    """The same with a value head."""
+
+    def __init__(self, model_dir: Path, dtype: str = "float32", seed: int = 0) -> None:
+        model = build_value_model(model_dir, ParallelConfig(), getattr(torch, dtype), seed=seed)
+        load_trunk(model, model_dir)
+        self.model = wrap(model)
+        self.optimizer = AdamW(self.model, LearnerConfig(lr=1e-2, dtype=dtype))
 
 
 @pytest.fixture
@@ -81,6 +101,56 @@ def test_training_goes_on_from_a_checkpoint_as_if_nothing_had_happened(model_dir
     second.step(3)
     assert all(torch.equal(tensor, first.weights()[name]) for name, tensor in second.weights().items())
     assert any(not torch.equal(tensor, saved[name]) for name, tensor in second.weights().items())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("one_process")
+def test_policy_and_value_model_go_on_from_a_checkpoint_as_if_nothing_had_happened(model_dir, tmp_path, dtype):
+    policy, critic = Small(model_dir, dtype), SmallCritic(model_dir, dtype)
+    policy.step(1)
+    critic.step(2)
+    policy.save(tmp_path, version=1, critic=critic)
+    saved = policy.weights(), critic.weights()
+    assert not torch.equal(saved[0]["model.norm.weight"], saved[1]["model.norm.weight"])
+    policy.step(3)
+    critic.step(4)
+
+    policy_2, critic_2 = Small(model_dir, dtype), SmallCritic(model_dir, dtype, seed=9)
+    found = checkpoint.latest(tmp_path)
+    assert any(name.startswith("critic/") for name in found.manifest.files)
+    checkpoint.load(found, policy_2.model, policy_2.optimizer, (critic_2.model, critic_2.optimizer))
+    for again, before in zip((policy_2, critic_2), saved, strict=True):
+        assert all(torch.equal(tensor, before[name]) for name, tensor in again.weights().items())
+    policy_2.step(3)
+    critic_2.step(4)
+    for again, one in zip((policy_2, critic_2), (policy, critic), strict=True):
+        assert all(torch.equal(tensor, one.weights()[name]) for name, tensor in again.weights().items())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_a_checkpoint_without_a_value_model_is_refused_where_one_is_needed(model_dir, tmp_path):
+    policy, critic = Small(model_dir), SmallCritic(model_dir)
+    path = policy.save(tmp_path, version=1)
+    assert not (path / "critic").exists()
+    with pytest.raises(LearnerError, match=r"u0000001-v0000001: holds no value model.*resume with the one"):
+        checkpoint.load(checkpoint.latest(tmp_path), policy.model, policy.optimizer, (critic.model, critic.optimizer))
+
+
+@pytest.mark.usefixtures("one_process")
+def test_the_policy_of_a_checkpoint_with_a_value_model_can_be_had_alone(model_dir, tmp_path):
+    policy, again = Small(model_dir), Small(model_dir)
+    policy.step(1)
+    policy.save(tmp_path, version=1, critic=SmallCritic(model_dir))
+    checkpoint.load(checkpoint.latest(tmp_path), again.model, again.optimizer)
+    assert all(torch.equal(tensor, policy.weights()[name]) for name, tensor in again.weights().items())
+
+
+@pytest.mark.usefixtures("one_process")
+def test_of_checkpoints_of_one_version_the_one_with_more_updates_is_the_newest(model_dir, tmp_path):
+    small = Small(model_dir)
+    paths = [small.save(tmp_path, version=0, updates=updates) for updates in (9, 10, 11)]
+    assert checkpoint.latest(tmp_path).path == paths[-1]
+    assert sorted(path for path in tmp_path.iterdir()) == paths[1:]
 
 
 @pytest.mark.usefixtures("one_process")
@@ -152,6 +222,11 @@ def remove_metadata(path: Path) -> None:
     (path / ".metadata").unlink()
 
 
+def cut_critic(path: Path) -> None:
+    shard = max((path / "critic").glob("*.distcp"), key=lambda p: p.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1])
+
+
 def leave_unfinished(path: Path) -> None:
     path.rename(path.with_name(f".unfinished-{path.name}"))
 
@@ -197,6 +272,14 @@ def test_a_learner_that_is_killed_while_it_saves_goes_on_from_the_checkpoint_bef
     small.save(folder, version=broken, updates=broken)
     assert checkpoint.latest(folder).manifest.version == broken
     assert not half.exists()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_half_a_value_model_makes_no_checkpoint(model_dir, tmp_path):
+    small, critic = Small(model_dir), SmallCritic(model_dir)
+    good = small.save(tmp_path, version=3, updates=3, critic=critic)
+    cut_critic(small.save(tmp_path, version=4, updates=4, critic=critic))
+    assert checkpoint.latest(tmp_path).path == good
 
 
 @pytest.mark.usefixtures("one_process")

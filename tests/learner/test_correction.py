@@ -10,7 +10,7 @@ import torch
 
 from clawpipe.learner.correction import Entries, build_correction, log_ratio
 from clawpipe.learner.diagnostics import Diagnostics
-from clawpipe.learner.loss import grpo_loss, shares
+from clawpipe.learner.loss import policy_loss, shares
 from clawpipe.pipeline.config import (
     BinaryTvConfig,
     CispoConfig,
@@ -164,7 +164,7 @@ def test_loss_and_gradient_equal_the_formula_in_float64(config, seed):
     rows = [row(n) for n in t.counts]
     share_R = shares(rows, num_rows=len(rows), num_entries=len(t.new), aggregation="rollout_mean")
     entries = t.entries()
-    loss = grpo_loss(build_correction(config).terms(entries).objective_E, share_R[t.owner])
+    loss = policy_loss(build_correction(config).terms(entries).objective_E, share_R[t.owner])
     loss.backward()
     assert loss.item() == pytest.approx(-(share * j).sum(), rel=1e-5, abs=1e-7)
     assert entries.logprob_E.grad.tolist() == pytest.approx((-share * slope).tolist(), rel=1e-4, abs=1e-7)
@@ -238,7 +238,7 @@ def test_ratios_beyond_exp_20_are_cut_there_and_stay_finite(config):
 def test_a_forest_without_entries_still_has_a_graph(config):
     entries = made([], [], [], [])
     terms = build_correction(config).terms(entries)
-    loss = grpo_loss(terms.objective_E, torch.empty(0))
+    loss = policy_loss(terms.objective_E, torch.empty(0))
     loss.backward()
     assert loss.item() == 0.0
     assert entries.logprob_E.grad.shape == (0,)

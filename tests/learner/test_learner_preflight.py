@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from clawpipe.learner import preflight
-from clawpipe.pipeline.config import Config
+from clawpipe.pipeline.config import Config, RunConfig
 
 BASE = {"harness": [{"kind": "agentloop"}], "tasks": [{"kind": "filing"}]}
 
@@ -71,8 +71,13 @@ def test_a_missing_model_folder_and_a_missing_push_folder_are_named(tmp_path):
     assert push.startswith("[push] dir")
 
 
-def test_ppo_is_taken_as_a_recipe_and_refused_where_it_would_run(tmp_path):
-    recipe = config(algorithm={"kind": "ppo"}, push={"dir": str(tmp_path)})
-    assert check(recipe, offline=True) == []
-    [found] = check(recipe, offline=False)
-    assert "no value model" in found
+def test_ppo_with_groups_of_one_has_no_problems(tmp_path):
+    recipe = config(algorithm={"kind": "ppo"}, schedule={"group_size": 1}, push={"dir": str(tmp_path)})
+    assert check(recipe, offline=False) == []
+
+
+def test_pre_training_that_leaves_the_policy_no_update_is_refused():
+    recipe = config(algorithm={"kind": "ppo", "value_pretrain_updates": 4}, run={"updates": 4})
+    [found] = check(recipe, offline=True)
+    assert "value_pretrain_updates = 4 leaves the policy none" in found
+    assert check(msgspec.structs.replace(recipe, run=RunConfig(updates=5)), offline=True) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sysconfig
@@ -100,7 +101,7 @@ def serving(service: Service, runtime: Runtime) -> Iterator[None]:
             future.cancel()
 
 
-def settings(model_dir: Path, **learner) -> Config:
+def settings(model_dir: Path, algorithm: dict | None = None, **learner) -> Config:
     raw = {
         "model": {"path": str(model_dir), "context_tokens": 64},
         "harness": [{"kind": "agentloop"}],
@@ -109,7 +110,7 @@ def settings(model_dir: Path, **learner) -> Config:
         "learner": {"lr": 1e-3, **learner},
         "checkpoint": {"every_updates": 2, "keep_last": 2},
     }
-    return msgspec.convert(raw, Config)
+    return msgspec.convert(raw | {"algorithm": algorithm or {"kind": "grpo"}}, Config)
 
 
 @pytest.fixture
@@ -309,6 +310,10 @@ def test_two_ranks_end_for_good_when_training_is_broken(runtime, model_dir, make
     assert last.startswith("clawpipe: the gradient was not finite in 1 updates in a row at version 0; there is no ")
 
 
+def _repeated(make_batch: Callable[..., Batch], count: int, version: int = 1) -> list[Batch]:
+    return [make_batch(version=version, batch_id=f"again{n}") for n in range(count)]
+
+
 @pytest.mark.torchrun
 def test_two_ranks_follow_one_conversation_and_end_on_sigterm_with_a_checkpoint(runtime, model_dir, make_batch):
     config = settings(model_dir, parallel={"processes": 2, "expert": 2})
@@ -350,3 +355,64 @@ def test_a_batch_without_anything_to_learn_from_is_an_update_of_the_same_version
         loop.main(settings(model_dir), runtime)
     assert [(s.batch_id, s.version, s.updates) for s in service.of(Stepped)] == [("b0", 0, 1), ("b1", 1, 2)]
     assert [(c.version, c.updates) for c in service.of(Committed)] == [(1, 2)]
+
+
+PPO = {"kind": "ppo", "value_lr": 1e-3, "value_pretrain_updates": 2}
+
+
+def returns(batch: Batch) -> Batch:
+    rows = tuple(msgspec.structs.replace(row, advantage=row.reward) for row in batch.rollouts)
+    return msgspec.structs.replace(batch, rollouts=rows)
+
+
+def test_updates_of_pre_training_leave_version_and_weights_as_they_are(runtime, model_dir, make_batch):
+    batches = [returns(make_batch(version=0, seed=n, batch_id=f"b{n}")) for n in range(4)]
+    service = Service([*batches, Finished()])
+    with serving(service, runtime):
+        loop.main(settings(model_dir, PPO), runtime)
+    stepped = service.of(Stepped)
+    assert [(s.version, s.updates) for s in stepped] == [(0, 1), (0, 2), (1, 3), (2, 4)]
+    assert versions(runtime) == [0, 1, 2]
+    assert [(c.version, c.updates) for c in service.of(Committed)] == [(0, 2), (2, 4)]
+    assert all({"value_loss", "value_mean", "advantage_std", "explained_variance"} <= s.metrics.keys() for s in stepped)
+    assert ["loss" in s.metrics for s in stepped] == [False, False, True, True]
+    assert all(s.metrics["staleness_max"] == n for n, s in enumerate(stepped[2:]))
+    start, zero = load_file(model_dir / "model.safetensors"), load_file(f"{runtime.push_dir}/v0.safetensors")
+    assert all(torch.equal(tensor, start[name]) for name, tensor in zero.items())
+
+
+def test_a_resumed_learner_goes_on_in_its_pre_training_with_the_same_value_model(runtime, model_dir, make_batch):
+    def given(numbers: range, version: int) -> list[Batch]:
+        return [returns(make_batch(version=version, seed=n, batch_id=f"b{n}")) for n in numbers]
+
+    config = msgspec.structs.replace(settings(model_dir, PPO), checkpoint=CheckpointConfig(every_updates=1))
+    whole = Service([*given(range(4), version=0), Finished()])
+    with serving(whole, runtime):
+        loop.main(config, runtime)
+    shutil.rmtree(runtime.checkpoint_dir)
+    free = last_weights(runtime).version + 1
+    first = Service([*given(range(1), version=free), Data(body=b"")])
+    with serving(first, runtime), pytest.raises(LearnerError, match="answered Data"):
+        loop.main(config, runtime)
+    second = Service([*given(range(1, 4), version=free + 1), Finished()])
+    with serving(second, runtime):
+        loop.main(config, msgspec.structs.replace(runtime, resume=True))
+    pieces = [*first.of(Stepped), *second.of(Stepped)]
+    assert [(s.version - free, s.updates) for s in pieces] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    for name in ("value_loss", "value_mean", "advantage_std", "value_grad_norm"):
+        assert [s.metrics[name] for s in pieces] == [s.metrics[name] for s in whole.of(Stepped)], name
+
+
+def test_a_value_model_that_is_broken_stops_the_run(runtime, model_dir, make_batch):
+    config = settings(model_dir, PPO | {"value_lr": 1e30})
+    service = Service([returns(batch) for batch in (make_batch(batch_id="first"), *_repeated(make_batch, 8, 0))])
+    with serving(service, runtime), pytest.raises(LearnerError, match="not finite in 5 updates in a row"):
+        loop.main(config, runtime)
+    assert [(s.version, s.updates) for s in service.of(Stepped)] == [(0, 1)] * 5
+
+
+def test_a_checkpoint_of_grpo_is_refused_by_ppo(runtime, model_dir, make_batch):
+    with serving(Service([make_batch(), Finished()]), runtime):
+        loop.main(settings(model_dir), runtime)
+    with serving(Service([]), runtime), pytest.raises(LearnerError, match="holds no value model"):
+        loop.main(settings(model_dir, PPO), msgspec.structs.replace(runtime, resume=True))

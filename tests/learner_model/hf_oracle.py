@@ -190,3 +190,35 @@ def hf_gradients(
     loss.backward()
     named = {name: p.grad if p.grad is not None else torch.zeros_like(p) for name, p in model.named_parameters()}
     return [logprob.detach() for logprob in logprobs], per_expert(named)
+
+
+def value_head() -> torch.Tensor:
+    """[H]: a head large enough for the values to matter."""
+    return 0.3 * torch.randn(_SHARED["hidden_size"], generator=torch.Generator().manual_seed(17))
+
+
+def hf_value_gradients(model: nn.Module, cases: list[Case]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Every case's values, and the gradients of mean over cases of sum(weight * value), the head's as score.weight.
+
+    The value of an entry is the head's output on the hidden state before its token, sequence by sequence.
+    """
+    model.zero_grad()
+    head = value_head().requires_grad_()
+    values = [_hf_values(model, head, case) for case in cases]
+    loss = sum((case.weight_E * value).sum() for case, value in zip(cases, values, strict=True)) / len(cases)
+    loss.backward()
+    named = {
+        name: p.grad if p.grad is not None else torch.zeros_like(p)
+        for name, p in model.named_parameters()
+        if name != "lm_head.weight"
+    }
+    return [value.detach() for value in values], {**per_expert(named), "score.weight": head.grad[None]}
+
+
+def _hf_values(model: nn.Module, head: torch.Tensor, case: Case) -> torch.Tensor:
+    of_token = {}
+    for sequence, places in zip(case.sequences, case.places, strict=True):
+        hidden = model.model(torch.tensor([sequence])).last_hidden_state[0]
+        for step, place in enumerate(places[1:]):
+            of_token.setdefault(place, hidden[step] @ head)
+    return torch.stack([of_token[place] for place in case.forest.entry_token_E.tolist()])

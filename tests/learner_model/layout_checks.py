@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 
-from clawpipe.learner import cpu, hf, numerics, parallel
+from clawpipe.learner import cpu, critic, hf, numerics, parallel
 from clawpipe.learner.model import build_model
 from clawpipe.pipeline.config import ParallelConfig
 
@@ -48,20 +48,25 @@ def check(tensor: int, expert: int, kind: str, work: Path) -> dict[str, float]:
     hf.load(model, source)
     measured = compare(model, oracle, cases, ranks)
     measured |= empty_share(model, oracle, cases, ranks)
+    measured |= compare_values(source, config, oracle, cases, ranks)
     measured |= round_trip(model, source, work / f"out-{tensor}-{expert}-{kind}", ranks)
     return measured
 
 
 def gradients(model: torch.nn.Module, case: hf_oracle.Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probabilities of one rank's case, and (on rank 0) all gradients averaged over the data ranks."""
+    return weighted_gradients(model, case, lambda wrapped: numerics.token_logprobs(wrapped, case.forest, TEMPERATURE))
+
+
+def weighted_gradients(model, case, compute) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     with cpu.CudaAsCpu():
         wrapped = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
     wrapped.zero_grad_buffer()
-    logprob_E = numerics.token_logprobs(wrapped, case.forest, TEMPERATURE)
-    (case.weight_E * logprob_E).sum().backward()
+    found_E = compute(wrapped)
+    (case.weight_E * found_E).sum().backward()
     with cpu.CudaAsCpu():
         finalize_model_grads([wrapped])
-    return logprob_E.detach(), {name: grad.clone() for name, grad in hf.export(wrapped, lambda p: p.main_grad)}
+    return found_E.detach(), {name: grad.clone() for name, grad in hf.export(wrapped, lambda p: p.main_grad)}
 
 
 def compare(model, oracle, cases, ranks) -> dict[str, float]:
@@ -70,6 +75,22 @@ def compare(model, oracle, cases, ranks) -> dict[str, float]:
     worst = torch.tensor((logprob_E - logprobs[ranks.data_rank]).abs().max().item())
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     return {"logprob": worst.item()} | gradient_error(found, expected, ranks)
+
+
+def compare_values(source, config, oracle, cases, ranks) -> dict[str, float]:
+    """The same for the value model, whose head is Hugging Face's `score`."""
+    model = critic.build_value_model(source, config, torch.float32, seed=5)
+    critic.load_trunk(model, source)
+    with torch.no_grad():
+        model.value_head.weight.copy_(hf_oracle.value_head()[None])
+    values, expected = hf_oracle.hf_value_gradients(oracle, cases)
+    case = cases[ranks.data_rank]
+    value_E, found = weighted_gradients(model, case, lambda wrapped: critic.state_values(wrapped, case.forest))
+    worst = torch.tensor((value_E - values[ranks.data_rank]).abs().max().item())
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    if ranks.is_main:
+        assert found.keys() == expected.keys()
+    return {"value": worst.item()} | gradient_error(found, expected, ranks, "_of_values")
 
 
 def gradient_error(found, expected, ranks, suffix: str = "") -> dict[str, float]:

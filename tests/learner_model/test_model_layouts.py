@@ -38,6 +38,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, f
 
 def assert_equal_to_hugging_face(measured: dict[str, float]) -> None:
     assert measured["logprob"] <= 1e-5
+    assert measured["value"] <= 1e-5
     gradients = [name for name in measured if name.startswith("gradient") and "size" not in name]
     for name in gradients:
         size = measured[name.replace("gradient", "gradient_size")]

@@ -1,7 +1,8 @@
 """Checkpoints: weights, optimizer, version, stream cursor and random state as one atomic thing.
 
-A checkpoint is a folder of Megatron's torch_dist format, readable in any layout. It is written under a
-temporary name, gets its manifest last and then its final name: what a crash leaves is never picked.
+A checkpoint is a folder of Megatron's torch_dist format, readable in any layout; with PPO it has a folder of the
+same format in it, which holds the value model and its optimizer. It is written under a temporary name, gets its
+manifest last and then its final name: what a crash leaves is never picked.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ from clawpipe.pipeline.records import StreamCursor
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished-"
+_CRITIC = "critic"  # the folder within
+
+Learned = tuple[torch.nn.Module, AdamW]
 
 
 class Manifest(Struct, frozen=True, kw_only=True):
@@ -70,6 +74,7 @@ def save(
     cursor: StreamCursor,
     keep_last: int,
     keep_every: int = 0,
+    critic: Learned | None = None,
 ) -> Path:
     """Writes <folder>/u<updates>-v<version>, and removes all but the `keep_last` newest. A collective call.
 
@@ -79,11 +84,13 @@ def save(
     unfinished = folder / f"{_UNFINISHED}{target.name}"
     if _is_main():
         _clear(folder)
-        unfinished.mkdir(parents=True)
+        (unfinished / _CRITIC if critic else unfinished).mkdir(parents=True)
     dist.barrier()
     with _quiet():
-        state = _state(model, optimizer)
+        state = _state(model, optimizer) | {"rng": torch.get_rng_state()}
         dist_checkpointing.save(state, str(unfinished), _InProcess("torch_dist", 1))
+        if critic:
+            dist_checkpointing.save(_state(*critic), str(unfinished / _CRITIC), _InProcess("torch_dist", 1))
     dist.barrier()
     if _is_main():
         _seal(unfinished, target, version=version, updates=updates, cursor=cursor)
@@ -93,24 +100,35 @@ def save(
 
 
 def latest(folder: Path) -> Checkpoint | None:
-    """The newest complete checkpoint: the one with the highest version. None when there is none."""
+    """The newest complete checkpoint. None when there is none."""
     return next(reversed(complete(folder)), None)
 
 
 def complete(folder: Path) -> list[Checkpoint]:
     """All complete checkpoints, the newest last."""
     found = [_read(path) for path in folder.glob("u*-v*")]
-    return sorted((c for c in found if c), key=lambda c: c.manifest.version)
+    return sorted((c for c in found if c), key=_order)
 
 
-def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW) -> None:
+def _order(checkpoint: Checkpoint) -> tuple[int, int]:
+    """The newer, the higher: a resumed run has a higher version, and updates may leave the version as it is."""
+    return checkpoint.manifest.version, checkpoint.manifest.updates
+
+
+def load(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: AdamW, critic: Learned | None = None) -> None:
     """Restores model, optimizer and random state, in whatever layout this learner has. A collective call.
 
-    Raises LearnerError when the checkpoint does not fit the model.
+    A value model that nobody asks for is left where it is. Raises LearnerError when the checkpoint does not fit.
     """
-    state = _restored(checkpoint, _state(model, optimizer))
-    unwrap(model).load_state_dict(state["model"], strict=False)
-    optimizer.load_state_dict(state["optimizer"])
+    if critic and not (checkpoint.path / _CRITIC).is_dir():
+        raise LearnerError(
+            f'{checkpoint.path}: holds no value model, and [algorithm] kind = "ppo" needs one: another kind wrote it; '
+            "resume with the one that the run was started with, or use another run folder"
+        )
+    state = _restored(checkpoint.path, _state(model, optimizer) | {"rng": torch.get_rng_state()})
+    _take(state, model, optimizer)
+    if critic:
+        _take(_restored(checkpoint.path / _CRITIC, _state(*critic)), *critic)
     torch.set_rng_state(state["rng"])
 
 
@@ -124,21 +142,26 @@ def load_weights(checkpoint: Checkpoint, model: torch.nn.Module) -> None:
         # Taken apart, fused projections are views of the parameters like all others, and are read in place;
         # Megatron would put them together anew.
         apply_factories(weights)
-    _restored(checkpoint, {"model": weights})
+    _restored(checkpoint.path, {"model": weights})
 
 
-def _restored(checkpoint: Checkpoint, wanted: dict[str, Any]) -> dict[str, Any]:
-    """`wanted` with what the checkpoint holds."""
+def _restored(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
+    """`wanted` with what the folder holds."""
     try:
         with _quiet():
-            state: dict[str, Any] = dist_checkpointing.load(wanted, str(checkpoint.path))
+            state: dict[str, Any] = dist_checkpointing.load(wanted, str(path))
     except (RuntimeError, KeyError, CheckpointingException, CheckpointException) as err:
         reason = str(err).strip().rsplit("\n", 1)[-1]  # torch puts a whole traceback into its message
         raise LearnerError(
-            f"{checkpoint.path}: does not fit the model ({reason}); "
+            f"{path}: does not fit the model ({reason}); "
             "resume with the model that the run was started with, or use another run folder"
         ) from err
     return state
+
+
+def _take(state: dict[str, Any], model: torch.nn.Module, optimizer: AdamW) -> None:
+    unwrap(model).load_state_dict(state["model"], strict=False)
+    optimizer.load_state_dict(state["optimizer"])
 
 
 class _InProcess(TorchDistSaveShardedStrategy):  # type: ignore[misc]
@@ -163,7 +186,6 @@ def _state(model: torch.nn.Module, optimizer: AdamW) -> dict[str, Any]:
     return {
         "model": weights,
         "optimizer": optimizer.sharded_state_dict(weights),
-        "rng": torch.get_rng_state(),
     }
 
 
@@ -192,7 +214,8 @@ def _seal(unfinished: Path, target: Path, *, version: int, updates: int, cursor:
     )
     (unfinished / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest)))
     # Once `Committed` is sent, the records behind this checkpoint are purged: it must survive a power cut.
-    for path in [*files, unfinished / MANIFEST, unfinished]:
+    folders = [path for path in unfinished.rglob("*") if path.is_dir()]
+    for path in [*files, *folders, unfinished / MANIFEST, unfinished]:
         _sync(path)
     unfinished.rename(target)
     _sync(target.parent)

@@ -4,7 +4,7 @@ With mu as recorded at rollout time, pi_old the learner before the update and pi
 
     r_t = pi_theta(t) / pi_old(t)    rho_t = pi_old(t) / mu(t)    w_t = pi_theta(t) / mu(t) = r_t rho_t
 
-Each correction maps the loss entries of one forest to their terms J_t; `loss.grpo_loss` sums them up. A token that
+Each correction maps the loss entries of one forest to their terms J_t; `loss.policy_loss` sums them up. A token that
 is left out has the term 0 and counts in the denominators all the same: leaving out never makes the others louder.
 "sg" stops the gradient.
 

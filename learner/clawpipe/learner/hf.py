@@ -7,7 +7,7 @@ reads only its slices from disk; an export gathers one parameter at a time.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +42,7 @@ _OUTER: dict[str, tuple[tuple[str, ...], Layout]] = {
     "embedding.word_embeddings.weight": (("model.embed_tokens.weight",), "rows"),
     "decoder.final_layernorm.weight": (("model.norm.weight",), "whole"),
     "output_layer.weight": (("lm_head.weight",), "rows"),
+    "value_head.weight": (("score.weight",), "whole"),  # as transformers' ForTokenClassification has it
 }
 _INNER: dict[str, tuple[tuple[str, ...], Layout]] = {
     "input_layernorm.weight": (("input_layernorm.weight",), "whole"),
@@ -132,15 +133,18 @@ class _Groups:
         return [rank * self.local_experts + placement.local_expert for rank in range(self.expert_size)]
 
 
-def load(model: torch.nn.Module, hf_dir: Path) -> None:
+def load(model: torch.nn.Module, hf_dir: Path, *, keep: Collection[str] = ()) -> None:
     """Fills the model from the safetensors files of a Hugging Face folder; each rank reads only its part.
 
+    Parameters in `keep`, by Megatron's names, stay as they are: the folder need not have them.
     Raises LearnerError when a tensor is missing or has another shape.
     """
     policy = unwrap(model)
     groups = _Groups(policy)
     with Reader(hf_dir) as reader, torch.no_grad():
         for name, parameter in policy.named_parameters():
+            if name in keep:
+                continue
             placement = place(name)
             value = _read(reader, placement, groups)
             if value.shape != parameter.shape:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sysconfig
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,20 @@ import torch
 import torch.distributed as dist
 
 from clawpipe.learner import batch, checkpoint, cpu, hf, parallel, push
+from clawpipe.learner.batch import ForestTensors
 from clawpipe.learner.conversation import connect
 from clawpipe.learner.correction import build_correction
+from clawpipe.learner.critic import build_value_model, load_value_model
 from clawpipe.learner.model import DTYPES, build_model
 from clawpipe.learner.optimizer import AdamW, wrap
 from clawpipe.learner.parallel import Ranks
+from clawpipe.learner.ppo import Critic, make_critic, ppo_update, value_update
 from clawpipe.learner.script import Command, Position, Save, Script, Stage, Stop, Train, Trained, Wait
 from clawpipe.learner.shape import read_shape
-from clawpipe.learner.update import Objective, Policy, update
-from clawpipe.pipeline.config import Config, GrpoConfig
+from clawpipe.learner.update import Objective, Policy, Report, update
+from clawpipe.pipeline.config import Config, PpoConfig
 from clawpipe.pipeline.errors import ClawpipeError, LearnerError, one_line
+from clawpipe.pipeline.forest import RolloutRow
 from clawpipe.pipeline.observe import EventLog, Progress
 from clawpipe.pipeline.processes import OWNER, start, sweep
 from clawpipe.pipeline.records import StreamCursor, WeightVersion
@@ -85,6 +89,7 @@ class _Parts:
 
     policy: Policy
     optimizer: AdamW
+    critic: Critic | None  # with PPO
     restored: checkpoint.Checkpoint | None
     vocab_size: int
 
@@ -96,7 +101,6 @@ class Learner:
         self._config = config
         self._runtime = runtime
         self._ranks = ranks
-        assert isinstance(config.algorithm, GrpoConfig), "preflight refuses any other"
         self._objective = Objective(
             algorithm=config.algorithm,
             correction=build_correction(config.correction),
@@ -158,26 +162,32 @@ class Learner:
         except LearnerError as err:
             return Trained(refused=str(err))
         rate = self._parts.optimizer.next_lr
-        report = update(
-            self._parts.policy,
-            decoded.rollouts,
-            forests,
-            version=command.version,
-            objective=self._objective,
-        )
+        report = self._update(command, decoded.rollouts, forests)
         return Trained(
             num_steps=report.num_steps,
+            num_value_steps=report.num_value_steps,
             num_nonfinite=report.num_nonfinite,
             # The rate is that of the first step.
             metrics={**report.metrics, "lr": rate, "num_nonfinite": float(report.num_nonfinite)},
             masked_tokens=report.masked_tokens,
         )
 
+    def _update(self, command: Train, rollouts: Sequence[RolloutRow], forests: Sequence[ForestTensors]) -> Report:
+        policy, critic, objective = self._parts.policy, self._parts.critic, self._objective
+        if critic is None:
+            return update(policy, rollouts, forests, version=command.version, objective=objective)
+        assert isinstance(objective.algorithm, PpoConfig)
+        if command.updates < objective.algorithm.value_pretrain_updates:
+            return value_update(critic, policy.ranks, rollouts, forests, version=command.version, objective=objective)
+        return ppo_update(policy, critic, rollouts, forests, version=command.version, objective=objective)
+
     def _save(self, command: Save) -> str:
+        critic = self._parts.critic
         path = checkpoint.save(
             self._runtime.checkpoint_dir,
             self._parts.policy.model,
             self._parts.optimizer,
+            critic=None if critic is None else critic.learned,
             version=command.version,
             updates=command.updates,
             cursor=command.cursor,
@@ -211,12 +221,28 @@ def _build(config: Config, runtime: Runtime, ranks: Ranks) -> _Parts:
         hf.load(model, folder)
     wrapped = wrap(model)
     optimizer = AdamW(wrapped, settings)
+    critic = _build_critic(config, folder, fresh=found is None)
     if found is not None:
-        checkpoint.load(found, wrapped, optimizer)
+        checkpoint.load(found, wrapped, optimizer, None if critic is None else critic.learned)
     if progress is not None:
         progress.finish(f"from {found.path if found else folder}")
     policy = Policy(model=wrapped, optimizer=optimizer, ranks=ranks)
-    return _Parts(policy=policy, optimizer=optimizer, restored=found, vocab_size=read_shape(folder).vocab_size)
+    vocab_size = read_shape(folder).vocab_size
+    return _Parts(policy=policy, optimizer=optimizer, critic=critic, restored=found, vocab_size=vocab_size)
+
+
+def _build_critic(config: Config, folder: Path, *, fresh: bool) -> Critic | None:
+    """PPO's value model; a `fresh` one as the run begins with it, else without weights of its own yet."""
+    if not isinstance(config.algorithm, PpoConfig):
+        return None
+    settings = config.learner
+    if fresh:
+        model = load_value_model(config, folder)
+    else:
+        model = build_value_model(
+            folder, settings.parallel, DTYPES[settings.dtype], config.run.seed, settings.recompute
+        )
+    return make_critic(model, settings, config.algorithm.value_lr)
 
 
 @contextmanager

@@ -1,9 +1,16 @@
-"""The policy loss: GRPO's mean over tokens of the terms that a correction gives. Pure: tensors in, a scalar out.
+"""The losses of policy and value model: means over tokens with the same shares. Pure: tensors in, a scalar out.
 
-GRPO: Shao et al. 2024 (arXiv 2402.03300), eq. 3; separate clip bounds: DAPO (arXiv 2503.14476), eq. 8;
+Policy, GRPO: Shao et al. 2024 (arXiv 2402.03300), eq. 3; separate clip bounds: DAPO (arXiv 2503.14476), eq. 8;
 the terms J_t: `correction`, for example w_t min(r_t A_i, clip(r_t, 1 - eps_low, 1 + eps_high) A_i).
 
     L = - 1/|B| sum_i 1/N_i sum_{t in U_i} J_t
+
+PPO (ClawGym II, arXiv 2608.16798): the same with A_t = R_i - V(s_t) in the place of A_i, and for the value model
+
+    L_V = 1/|B| sum_i 1/N_i sum_{t in U_i} (V(s_t) - R_i)^2
+
+A rollout's reward comes at the last token of each of its kept branches; with gamma = lambda = 1 it is the return of
+every token before it, whichever branches share the token, and nothing passes from one branch to another.
 
 |B| counts all rows of the minibatch, those without entries (zero advantage) too: a row is a rollout, or what it
 has in an auxiliary role when these are trained. N_i are all trainable tokens of row i, those left out for staleness
@@ -25,13 +32,23 @@ from clawpipe.pipeline.forest import RolloutRow
 Aggregation = Literal["rollout_mean", "token_mean"]
 
 
-def grpo_loss(objective_E: Tensor, scale_E: Tensor) -> Tensor:
+def policy_loss(objective_E: Tensor, scale_E: Tensor) -> Tensor:
     """The sum over these entries, to be minimised.
 
     `objective_E` is J with gradient, `scale_E` each entry's share of the mean (`shares`), 0 where it is left out.
     Zero entries give a zero that still carries a gradient graph.
     """
     return -(scale_E * objective_E).sum()
+
+
+def ppo_advantages(return_E: Tensor, value_E: Tensor) -> Tensor:
+    """A_t = R_i - V(s_t): generalised advantages (arXiv 1506.02438, eq. 18) with gamma = lambda = 1. No gradient."""
+    return (return_E - value_E).detach()
+
+
+def value_loss(value_E: Tensor, return_E: Tensor, scale_E: Tensor) -> Tensor:
+    """The sum over these entries of (V - R)^2, by `scale_E` as in `policy_loss`. Gradient flows to `value_E`."""
+    return (scale_E * (value_E - return_E).square()).sum()
 
 
 def shares(rollouts: Sequence[RolloutRow], *, num_rows: int, num_entries: int, aggregation: Aggregation) -> Tensor:

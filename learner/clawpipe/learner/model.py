@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -28,6 +28,8 @@ from clawpipe.learner.shape import ModelShape, check_split, read_shape
 from clawpipe.learner.tree_attention import Planner, TreeCoreAttention
 from clawpipe.pipeline.config import ParallelConfig, Recompute
 from clawpipe.pipeline.errors import LearnerError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}  # by their names in [learner] dtype
 
 # T packed tokens, H hidden size, R rows, V vocabulary, P tensor-parallel size
 
@@ -67,6 +69,9 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
         return rows
 
 
+Built = TypeVar("Built", bound=PolicyModel)
+
+
 def build_model(
     hf_config_dir: Path,
     parallel: ParallelConfig,
@@ -81,13 +86,25 @@ def build_model(
     here, and equal in every layout outside the experts. The model is on `cpu.device()`.
     Raises LearnerError when the model is not supported or the layout does not divide it.
     """
+    return construct(PolicyModel, hf_config_dir, parallel, dtype, seed, recompute)
+
+
+def construct(
+    kind: type[Built],
+    hf_config_dir: Path,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    seed: int,
+    recompute: Recompute,
+) -> Built:
+    """`build_model` for any kind of model over packed forests."""
     shape = read_shape(hf_config_dir)
     check_split(shape, parallel)
     if not cpu.needed() and dtype == torch.float32:
         raise LearnerError("[learner] dtype = float32: the attention kernel on CUDA needs bfloat16; set it so")
     torch.manual_seed(seed)
     config = transformer_config(shape, parallel, dtype, recompute)
-    model = PolicyModel(
+    model = kind(
         config=config,
         transformer_layer_spec=_layer_spec(config, shape),
         vocab_size=shape.vocab_size,

@@ -69,11 +69,21 @@ def token_logprobs_and_entropy(
 
 def _logprobs(model: torch.nn.Module, forest: PackedForest, head: _Head) -> tuple[Tensor, Tensor]:
     device = cpu.device()
-    tokens_T, position_T, end_T = _pad(forest, parallel_state.get_tensor_model_parallel_world_size())
-    hidden_TH = model(tokens_T.to(device)[None], position_T.to(device)[None], end_T)
+    hidden_TH = run(model, forest)
     row_R, entry_row_E = torch.unique(forest.parent_T[forest.entry_token_E], return_inverse=True)
     target_E = forest.tokens_T[forest.entry_token_E].to(device)
     return head(hidden_TH[row_R.to(device)], entry_row_E.to(device), target_E)
+
+
+def run(model: torch.nn.Module, forest: PackedForest) -> Tensor:
+    """What the model says of every packed token, and of the pad tokens after them.
+
+    All tensor ranks are given the same forest; under expert parallelism all ranks must call together.
+    """
+    device = cpu.device()
+    tokens_T, position_T, end_T = _pad(forest, parallel_state.get_tensor_model_parallel_world_size())
+    out: Tensor = model(tokens_T.to(device)[None], position_T.to(device)[None], end_T)
+    return out
 
 
 def _pad(forest: PackedForest, multiple: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -33,20 +33,25 @@ def check(config: Config, offline: bool) -> Report:
             f"[learner] minibatches = {config.learner.minibatches} is more than the rollouts of a batch "
             f"({config.schedule.groups_per_step} x {config.schedule.group_size}); lower it"
         )
+    problems += _pretraining(config)
     if not offline:
         problems += [
-            *_algorithm(config.algorithm),
             *_model_files(config.model),
+            *_value_files(config.algorithm),
             *_machine(config.learner),
             *_push_folder(config.push.dir),
         ]
     return Report(problems=(*problems, *plan.problems), notes=plan.notes)
 
 
-def _algorithm(algorithm: AlgorithmConfig) -> list[str]:
-    if isinstance(algorithm, PpoConfig):
-        return ['[algorithm] kind = "ppo": this learner has no value model yet; set kind = "grpo" to train']
-    return []
+def _pretraining(config: Config) -> list[str]:
+    algorithm, updates = config.algorithm, config.run.updates
+    if not isinstance(algorithm, PpoConfig) or algorithm.value_pretrain_updates < updates:
+        return []
+    return [
+        f"[algorithm] value_pretrain_updates = {algorithm.value_pretrain_updates} leaves the policy none of the "
+        f"[run] updates = {updates}; raise updates, or lower value_pretrain_updates"
+    ]
 
 
 def _layout(config: Config) -> list[str]:
@@ -172,6 +177,13 @@ def _model_files(model: ModelConfig) -> list[str]:
     if not any(folder.glob("*.safetensors")):
         problems.append(f"[model] path = {folder}: no *.safetensors; the learner reads no other format")
     return problems
+
+
+def _value_files(algorithm: AlgorithmConfig) -> list[str]:
+    path = algorithm.value_path if isinstance(algorithm, PpoConfig) else ""
+    if not path or any(Path(path).glob("*.safetensors")):
+        return []
+    return [f"[algorithm] value_path = {path}: no *.safetensors; give a folder that `clawpipe value-pretrain` wrote"]
 
 
 def _machine(learner: LearnerConfig) -> list[str]:

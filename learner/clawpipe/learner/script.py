@@ -40,9 +40,10 @@ class Stage(Struct, frozen=True, kw_only=True, tag="stage"):
 
 
 class Train(Struct, frozen=True, kw_only=True, tag="train"):
-    """One update on this batch, by weights of `version`. Gives a Trained."""
+    """One update on this batch, by weights of `version` after so many `updates`. Gives a Trained."""
 
     version: int
+    updates: int
     body: bytes
 
 
@@ -68,11 +69,17 @@ Command = Stage | Train | Save | Wait | Stop
 class Trained(Struct, frozen=True, kw_only=True):
     """What an update did."""
 
-    num_steps: int = 0
+    num_steps: int = 0  # of the policy: none, and its version stays
+    num_value_steps: int = 0
     num_nonfinite: int = 0
     metrics: dict[str, float] = {}
     masked_tokens: dict[str, int] = {}
     refused: str = ""  # the batch broke a rule: nothing was done
+
+    @property
+    def learned(self) -> bool:
+        """Whether any weights moved: while the value model is pre-trained, its own alone."""
+        return self.num_steps + self.num_value_steps > 0
 
 
 @dataclass
@@ -80,7 +87,7 @@ class Position:
     """Where training stands."""
 
     version: int  # number of the weights as they are now
-    updates: int  # batches that they have seen, those without anything to learn from included
+    updates: int  # batches that were learned from, by the value model alone too, or held nothing to learn from
     cursor: StreamCursor
     saved_updates: int | None = None  # of the newest checkpoint that this process wrote
     saved_path: str = ""  # of the newest checkpoint; empty: there is none
@@ -131,13 +138,15 @@ class Script:
         with self._timed("fetch_s"):
             body = self.conversation.fetch(ready)
         with self._timed("train_s"):
-            trained: Trained = (yield Train(version=at.version, body=body)) if _intact(ready, body) else _DAMAGED
+            train = Train(version=at.version, updates=at.updates, body=body)
+            trained: Trained = (yield train) if _intact(ready, body) else _DAMAGED
         self._check(trained)
-        if trained.num_steps or not (trained.refused or trained.num_nonfinite):
+        if trained.learned or not (trained.refused or trained.num_nonfinite):
             at.updates += 1
+        if trained.learned:
+            at.good_path = at.saved_path
         if trained.num_steps:
             at.version += 1
-            at.good_path = at.saved_path
             self.unpushed += 1
             if self.unpushed == self.push_every:
                 yield from self._push()
@@ -178,7 +187,7 @@ class Script:
 
         What had no gradient at all, a refused batch for one, neither counts nor ends the row.
         """
-        if trained.num_steps:
+        if trained.learned:
             self.nonfinite_in_row = 0
         elif trained.num_nonfinite:
             self.nonfinite_in_row += 1
@@ -193,7 +202,7 @@ class Script:
         if trained.refused:
             self.log.warning("batch refused", batch=ready.batch_id, reason=trained.refused)
             return
-        shown = ("reward_mean", "loss", "grad_norm", "lr", "k1", "ess", "num_entries", *LEARNER_SECONDS)
+        shown = ("reward_mean", "loss", "value_loss", "grad_norm", "lr", "k1", "ess", "num_entries", *LEARNER_SECONDS)
         fields = {name: round(metrics[name], 6) for name in shown if name in metrics}
         self.log.info("update", batch=ready.batch_id, version=at.version, updates=at.updates, **fields)
 

@@ -1,9 +1,9 @@
 """The configuration: one TOML file, one frozen Struct per table, resolved once by `load`.
 
 Nothing below the process entry points receives the whole `Config`; each part is given its table.
-What a run reads ([model] path, [sandbox] rootfs, [[tasks]] path, [[harness.mcp]] documents) is relative to the
-folder of the configuration file, with `~` for the user's home; [run] dir and [push] dir are relative to the
-current folder.
+What a run reads ([model] path, [algorithm] value_path, [sandbox] rootfs, [[tasks]] path, [[harness.mcp]] documents) is
+relative to the folder of the configuration file, with `~` for the user's home; [run] dir and [push] dir are relative to
+the current folder.
 """
 
 from __future__ import annotations
@@ -420,8 +420,12 @@ def _resolve(config: Config, base: Path) -> Config:
         replace(source, path=absolute(source.path)) if isinstance(source, ClawGymTasksConfig) else source
         for source in config.tasks
     )
+    algorithm = config.algorithm
+    if isinstance(algorithm, PpoConfig):
+        algorithm = replace(algorithm, value_path=absolute(algorithm.value_path))
     return replace(
         config,
+        algorithm=algorithm,
         model=replace(config.model, path=absolute(config.model.path)),
         sandbox=replace(config.sandbox, rootfs=absolute(config.sandbox.rootfs)),
         harness=tuple(map(served, config.harness)),

@@ -102,9 +102,10 @@ class GrpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="grpo")
 
 
 class PpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
-    """[algorithm] kind = "ppo": advantages from a value model of its own, A_t = R - V(s_t).
+    """[algorithm] kind = "ppo": advantages from a value model of its own, A_t = R - V(s_t); formulas and sources are
+    in `learner/loss.py`.
 
-    The learner has no value model yet: `clawpipe check` says so, and `clawpipe check --offline` takes the recipe.
+    An update in which the value model alone learns counts as one of [run] updates; the weights' version stays.
     """
 
     eps_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
@@ -112,6 +113,7 @@ class PpoConfig(Table, frozen=True, kw_only=True, tag_field="kind", tag="ppo"):
     aggregation: Literal["rollout_mean", "token_mean"] = "rollout_mean"
     value_lr: Annotated[float, Meta(gt=0)] = 5e-6
     value_pretrain_updates: NonNegative = 10  # in which the value model alone learns
+    value_path: str = ""  # what `clawpipe value-pretrain` wrote; empty: the start model with a new head
 
 
 AlgorithmConfig = GrpoConfig | PpoConfig
