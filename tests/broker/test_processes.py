@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+from pathlib import Path
 
 import anyio
 import pytest
@@ -22,6 +23,13 @@ def owner() -> str:
 
 def sleeper(owner: str, **options) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "300"], env={**os.environ, OWNER: owner}, **options)
+
+
+def await_program(pid: int, name: str) -> None:
+    deadline_s = time.monotonic() + 5
+    while (found := Path(f"/proc/{pid}/comm").read_text().strip()) != name:
+        assert time.monotonic() < deadline_s, found
+        time.sleep(0.01)
 
 
 def wait_for_none(owner: str) -> list[int]:
@@ -86,7 +94,8 @@ def test_a_child_does_not_outlive_a_killed_parent(owner, tmp_path):
     assert parent.stdout is not None
     with parent.stdout as output:
         assert output.readline() == b"up\n"
-    assert len(owned(owner)) == 1
+    [child] = owned(owner)
+    await_program(child, "sleep")  # until then it is the program that asks the kernel for the signal
     parent.kill()
     parent.wait()
     assert wait_for_none(owner) == []
