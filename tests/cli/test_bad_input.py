@@ -8,6 +8,7 @@ import re
 import socket
 import sqlite3
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from contextlib import closing
@@ -255,3 +256,10 @@ def test_bodies_are_not_written_where_no_folder_can_be(run_folder):
     (run_folder / "taken").touch()
     with pytest.raises(ClawpipeError, match=r"--batches .*taken: cannot be made"):
         replay(run_folder, goes_on=False, batches_dir=run_folder / "taken")
+
+
+def test_the_command_line_starts_without_torch():
+    load = "import sys, typer; from clawpipe.pipeline import cli; cli.add_commands(typer.Typer())"
+    script = f"{load}; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert (found.stdout, found.stderr) == ("False\n", "")

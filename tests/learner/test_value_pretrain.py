@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 from clawpipe.learner import hf, parallel, preflight
 from clawpipe.learner.critic import load_value_model
-from clawpipe.learner.value_pretrain import command, pretrain
+from clawpipe.learner.value_pretrain import pretrain
+from clawpipe.learner.value_pretrain_command import value_pretrain
 from clawpipe.pipeline import config as configuration
 from clawpipe.pipeline.cli import add_command
 from clawpipe.pipeline.config import Config, ParallelConfig
@@ -103,7 +104,7 @@ def test_the_command_writes_the_folder(model_dir, stored, tmp_path):
         '[[tasks]]\nkind = "filing"\n[algorithm]\nkind = "ppo"\n'
     )
     app, out = Typer(), tmp_path / "value"
-    add_command(app, "value-pretrain", command)
+    add_command(app, "value-pretrain", value_pretrain)
     done = CliRunner().invoke(app, [str(file), "--batches", str(stored), "--out", str(out), "--epochs", "2"])
     assert done.exit_code == 0, done.output
     assert len(done.output.splitlines()) >= 5

@@ -8,42 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import torch
-import typer
 from msgspec.structs import replace
 
-from clawpipe.learner import batch, hf, parallel
+from clawpipe.learner import batch, hf
 from clawpipe.learner.correction import build_correction
 from clawpipe.learner.critic import load_value_model
 from clawpipe.learner.parallel import Ranks
 from clawpipe.learner.ppo import Critic, make_critic, value_update
 from clawpipe.learner.shape import read_shape
 from clawpipe.learner.update import Objective, Report
-from clawpipe.pipeline import config as configuration
-from clawpipe.pipeline.cli import ConfigPath, Overrides, parse_overrides
 from clawpipe.pipeline.config import Config, PpoConfig
 from clawpipe.pipeline.errors import LearnerError
 from clawpipe.pipeline.forest import Batch
 from clawpipe.pipeline.models import model_folders
 
 SHOWN = ("value_loss", "explained_variance", "value_mean", "advantage_std")
-
-
-def command(
-    config: ConfigPath,
-    batches: Annotated[Path, typer.Option(help="What `clawpipe replay RUN --batches DIR` wrote.")],
-    out: Annotated[Path, typer.Option(help="A new folder for the value model; name it in [algorithm] value_path.")],
-    epochs: Annotated[int, typer.Option(min=1, help="How often each batch is learned from.")] = 1,
-    set_: Overrides = None,
-) -> None:
-    """Teaches a value model by the batches of an earlier run."""
-    loaded = configuration.load(config, parse_overrides(set_ or []))
-    with parallel.session(loaded.learner.parallel, loaded.run.seed) as ranks:
-        for line in pretrain(loaded, ranks, batches, out, epochs):
-            if ranks.is_main:
-                typer.echo(line)
 
 
 def pretrain(config: Config, ranks: Ranks, batches: Path, out: Path, epochs: int) -> Iterator[str]:
