@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+import sandbox_items
 from chaos.forks import Forks
 from chaos.scene import Scene
 from engine_fixture import build_tokenizer
@@ -35,17 +34,7 @@ TEMPLATE = """\
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    reason = None
-    if os.geteuid() != 0:
-        reason = "needs root"
-    elif shutil.which("bwrap") is None:
-        reason = "needs bubblewrap"
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.sandbox)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    sandbox_items.mark(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="module")

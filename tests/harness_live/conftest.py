@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+import sandbox_items
 from clawpipe.actors.harness import install
 from clawpipe.actors.proxy.parse import TurnParser
 from clawpipe.actors.proxy.render import Renderer
@@ -40,18 +39,7 @@ TEMPLATE = """\
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    reason = None
-    if os.geteuid() != 0:
-        reason = "needs root"
-    elif shutil.which("bwrap") is None:
-        reason = "needs bubblewrap"
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.harness)
-            item.add_marker(pytest.mark.sandbox)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    sandbox_items.mark(items, Path(__file__).parent, pytest.mark.harness)
 
 
 @pytest.fixture(scope="session")

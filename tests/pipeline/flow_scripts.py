@@ -129,3 +129,7 @@ def altered(record):
         logprobs=record.logprobs + float_bytes([-1.0]),
         versions=(msgspec.structs.replace(record.versions[0], end=record.versions[0].end + 1),),
     )
+
+
+def reasons(flow):
+    return {row.rollout_id: row.reason for row in flow.ledger.rows.values() if row.reason}

@@ -14,6 +14,7 @@ from functools import partial
 import msgspec
 import numpy as np
 import pytest
+from flow_scripts import lease, started, step
 from hypothesis import given
 from hypothesis import strategies as st
 from pipeline_scripts import Script, configuration, entry, simple, two_turns
@@ -21,7 +22,7 @@ from short_run import GROUP_SIZE, TASKS, Killed, ShortRun
 
 from clawpipe.pipeline.batches import Recipe
 from clawpipe.pipeline.credit import grpo
-from clawpipe.pipeline.flow import Flow, Order
+from clawpipe.pipeline.flow import Flow
 from clawpipe.pipeline.forest import Batch
 from clawpipe.pipeline.ledger import Ledger
 from clawpipe.pipeline.observe import EventLog
@@ -31,7 +32,6 @@ from clawpipe.pipeline.records import (
     NotYet,
     Role,
     Scored,
-    Stepped,
     TimedOut,
     VerifierInfra,
     ints,
@@ -421,25 +421,6 @@ def a_flow(*, group_size=2, max_staleness=2):
             flow.record(entry(next(sequences), record), 0.0)
 
     return flow, feed
-
-
-def started(flow):
-    requests = flow.requests(0.0)
-    for request in requests:
-        flow.requested(request)
-    return requests
-
-
-def lease(flow, version=0):
-    reply = flow.lease(version)
-    if isinstance(reply, Order):
-        return flow.leased(flow.recipe.build(reply.batch_id, reply.version, reply.groups))
-    return reply
-
-
-def step(flow, ready, **changes):
-    message = Stepped(batch_id=ready.batch_id, version=flow.version + 1, updates=flow.updates + 1, metrics={})
-    flow.stepped(msgspec.structs.replace(message, **changes), 0.0)
 
 
 def totals(flow):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import trio
 
+import sandbox_items
 from clawpipe.actors.sandbox import rootfs
 from clawpipe.actors.sandbox.collect import Snapshot
 from clawpipe.actors.sandbox.process import Exit
@@ -24,17 +24,7 @@ MIB = 1024**2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    reason = None
-    if os.geteuid() != 0:
-        reason = "needs root"
-    elif shutil.which("bwrap") is None:
-        reason = "needs bubblewrap"
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.sandbox)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+    sandbox_items.mark(items, Path(__file__).parent)
 
 
 @pytest.fixture(scope="session")
